@@ -1,0 +1,503 @@
+#!/usr/bin/env python3
+"""Time and memory of the script's pieces, each beside a reference measured in the same run.
+
+    python3 code/benchmarks/benchmark.py                       everything, about ten minutes
+    python3 code/benchmarks/benchmark.py --quick               fewer rounds: a first impression
+    python3 code/benchmarks/benchmark.py decode moe            what starts with these names
+    python3 code/benchmarks/benchmark.py --write speed.md      the table into a file as well
+
+Ours and its reference take turns in one process; a figure is the median of its turns, a ratio that
+of two such medians. The decoder layer of transformers holds the same weights, and a row whose two
+sides do not compute the same is an error. Peaks of memory come from the allocator's events in the
+profiler, in a run that is not timed.
+"""
+
+import argparse
+import gc
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's notes on what it does
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import transformer_block as tb
+
+D, H, G, D_FF, D_H = 1024, 16, 4, 2816, 64  # the block that is timed: batch 1, float32
+# Where each weight of our block stands in a LlamaDecoderLayer.
+LLAMA_NAMES = {
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.o_proj": "self_attn.o_proj",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+}
+PATHS = {"explicit": tb.attend, "fused": tb.attend_fused}
+
+
+class Row(NamedTuple):
+    """One line of the table: ours against a reference, and the most their ratio may be."""
+
+    name: str
+    what: str
+    ours: float
+    reference: float
+    unit: str  # "s" or "B"; "" for plain numbers
+    limit: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.reference
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio <= self.limit
+
+    def line(self) -> str:
+        figures = f"{shown(self.ours, self.unit)} / {shown(self.reference, self.unit)}"
+        verdict = "yes" if self.holds else "**no**"
+        cells = (f"`{self.name}`", self.what, figures, f"{self.ratio:.2f}")
+        return f"| {' | '.join(cells)} | {self.limit:.2f} | {verdict} |"
+
+
+def shown(value: float, unit: str) -> str:
+    """A number with three digits and a prefix that fits."""
+    if not unit:
+        return f"{value:.3g}"
+    scales = [(1, unit), (1e-3, f"m{unit}"), (1e-6, f"µ{unit}")]
+    if unit == "B":
+        scales = [(2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")]
+    scale, name = next(((s, n) for s, n in scales if value >= s), scales[-1])
+    return f"{value / scale:.3g} {name}"
+
+
+# =============================================================================================
+# Measuring
+# =============================================================================================
+
+
+def take_turns(
+    calls: dict[str, Callable], rounds: int, reset: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Median seconds of each call. They take turns, and every other round goes backwards."""
+    for call in calls.values():  # the first call of each pays for what later ones find ready
+        reset()
+        call()
+    seconds = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    for turn in range(rounds):
+        for name in list(calls)[:: 1 if turn % 2 else -1]:
+            reset()
+            start = time.perf_counter()
+            calls[name]()
+            seconds[name].append(time.perf_counter() - start)
+    gc.enable()
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_bytes(call: Callable, at_least: int = 0) -> int:
+    """The most that is alive at once during call, in blocks of at least so many bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = profiler.profiler.kineto_results.events()
+    events = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    alive = peak = 0
+    for event in events:  # nbytes is positive where a block is taken, negative where it is freed
+        if abs(event.nbytes()) >= at_least:
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Counts the bytes that copy_ and cat write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.cat.default):
+            self.total += out.numel() * out.element_size()
+        return out
+
+
+def storage_bytes(cache: tb.KVCache) -> int:
+    """What the cache really holds, room for later tokens included."""
+    return sum(t.untyped_storage().nbytes() for t in (cache.k, cache.v))
+
+
+def require_same(ours: Tensor, reference: Tensor) -> None:
+    torch.testing.assert_close(ours, reference, atol=2e-4, rtol=1e-4)
+
+
+# =============================================================================================
+# What is compared
+# =============================================================================================
+
+
+def llama_layer(implementation: str = "sdpa") -> nn.Module:
+    from transformers import LlamaConfig  # noqa: PLC0415 - seconds that most rows need not pay
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=D,
+        intermediate_size=D_FF,
+        num_attention_heads=H,
+        num_key_value_heads=G,
+        num_hidden_layers=1,
+        attn_implementation=implementation,
+    )
+    return LlamaDecoderLayer(config, 0)
+
+
+def same_weights(block: nn.Module, layer: nn.Module) -> nn.Module:
+    """The block with the layer's parameters: the same tensors, not copies."""
+    for name, theirs in LLAMA_NAMES.items():
+        block.get_submodule(name).weight = layer.get_submodule(theirs).weight
+    return block
+
+
+def our_blocks(layer: nn.Module) -> dict[str, nn.Module]:
+    """A ModernDecoderBlock for each attention path."""
+    blocks = {}
+    for name, path in PATHS.items():
+        attn = tb.MultiHeadAttention(D, H, G, rope=True, attend=path)
+        blocks[name] = same_weights(tb.ModernDecoderBlock(D, H, G, D_FF, attn=attn), layer)
+    return blocks
+
+
+class Decoding:
+    """Token after token around a cached length: our two paths, and the layer of transformers.
+
+    Each decodes into a cache of its own, which grows through the run as it does in use.
+    """
+
+    def __init__(self, length: int, steps: int):
+        from transformers import DynamicCache  # noqa: PLC0415
+
+        layer = llama_layer()
+        stored = torch.randn(2, 1, G, length - steps // 2, D_H)
+        x = torch.randn(1, 1, D)
+        cos, sin = tb.build_rope_cache(length + steps, D_H)
+        theirs = DynamicCache(config=layer.self_attn.config)
+        theirs.update(*stored, 0)
+
+        def their_step() -> Tensor:
+            row = theirs.get_seq_length()
+            tables = cos[None, row : row + 1], sin[None, row : row + 1]
+            return layer(x, position_embeddings=tables, cache=theirs)
+
+        self.calls: dict[str, Callable] = {"layer": their_step}
+        for name, block in our_blocks(layer).items():
+            cache = tb.KVCache()
+            cache.append(*stored)
+            self.calls[name] = partial(block, x, cos, sin, kv_cache=cache)
+        expected = their_step()
+        for path in PATHS:
+            require_same(self.calls[path](), expected)
+
+
+def better(seconds: dict[str, float]) -> str:
+    return min(PATHS, key=lambda path: seconds[path])
+
+
+# =============================================================================================
+# The rows
+# =============================================================================================
+
+
+@torch.no_grad()
+def decode(length: int, limit: float, rounds: int) -> Iterator[Row]:
+    steps = 20 * rounds
+    seconds = take_turns(Decoding(length, steps).calls, steps)
+    path = better(seconds)
+    what = f"a token at {length:,} cached, {path}; the Llama layer, DynamicCache"
+    yield Row(f"decode-{length}", what, seconds[path], seconds["layer"], "s", limit)
+
+
+@torch.no_grad()
+def decode_growth(rounds: int) -> Iterator[Row]:
+    """Whether a step costs more for each cached token when the cache is longer."""
+    lengths, steps = (256, 4096, 16384), 10 * rounds
+    cases = {str(length): Decoding(length, steps).calls for length in lengths}
+    for path in PATHS:
+        seconds = take_turns({length: calls[path] for length, calls in cases.items()}, steps)
+        short, middle, long = seconds.values()
+        early = (middle - short) / (lengths[1] - lengths[0])
+        late = (long - middle) / (lengths[2] - lengths[1])
+        what = f"a further cached token, {path}, from 4,096 to 16,384; from 256 to 4,096"
+        yield Row(f"decode-growth-{path}", what, late, early, "s", 1.25)
+
+
+def whole_sequence(length: int, train: bool, rounds: int) -> Iterator[Row]:
+    """One pass over a whole sequence, forward or forward and backward: time, then peak memory."""
+    layer, eager = llama_layer(), llama_layer("eager")
+    eager.load_state_dict(layer.state_dict())
+    blocks = our_blocks(layer)
+    x = torch.randn(1, length, D, requires_grad=train)
+    cos, sin = tb.build_rope_cache(length, D_H)
+    position = {"position_embeddings": (cos[None], sin[None])}
+    positions = torch.arange(length)
+
+    def keep() -> Tensor:
+        return tb.build_causal_mask(positions, positions)[None, None]
+
+    def additive() -> Tensor:
+        return torch.zeros(1, 1, length, length).masked_fill(~keep(), -math.inf)
+
+    forwards = {  # each builds the mask it needs, as our blocks do
+        "causal": lambda: layer(x, **position),
+        "masked": lambda: layer(x, attention_mask=keep(), **position),
+        "eager": lambda: eager(x, attention_mask=additive(), **position),
+        "explicit": partial(blocks["explicit"], x, cos, sin),
+        "fused": partial(blocks["fused"], x, cos, sin),
+    }
+
+    def run(forward: Callable) -> None:
+        with torch.set_grad_enabled(train):
+            out = forward()
+            if train:
+                out.sum().backward()
+
+    with torch.no_grad():
+        expected = forwards["causal"]()
+        for forward in forwards.values():
+            require_same(forward(), expected)
+    calls = {name: partial(run, forward) for name, forward in forwards.items()}
+    seconds = take_turns(calls, max(rounds * 2048 // length, 2))
+    peaks = {name: peak_bytes(call) for name, call in calls.items()}
+    kind = "train" if train else "prefill"
+    compared = (
+        ("explicit", "eager", "the layer, written-out attention", 1.05, 1.05),
+        ("explicit", "causal", "the layer, causal kernel without scores", 3.0, math.inf),
+        ("fused", "masked", "the layer, kernel with the same mask", 1.05, 1.05),
+        ("fused", "causal", "the layer, causal kernel that skips the future", 1.4, 1.15),
+    )
+    for path, reference, against, limit, memory_limit in compared:
+        name, what = f"{kind}-{length}-{path}-{reference}", f"{path}; {against}"
+        yield Row(name, f"time, {what}", seconds[path], seconds[reference], "s", limit)
+        if memory_limit < math.inf:
+            what = f"peak memory, {what}"
+            yield Row(f"{name}-memory", what, peaks[path], peaks[reference], "B", memory_limit)
+
+
+def score_memory(_rounds: int) -> Iterator[Row]:
+    """Peaks in tensors of the size of all scores (explicit) or of one T x T table (fused).
+
+    Only blocks of at least T*T bytes count, the size of a bool mask; the widths are so small that
+    nothing but masks and scores is that large.
+    """
+    T = 2048
+    x = torch.randn(1, T, 256, requires_grad=True)
+
+    def peak(path: str, heads: int, train: bool) -> int:
+        attn = tb.MultiHeadAttention(256, heads, heads // 4, rope=True, attend=PATHS[path])
+        block = tb.ModernDecoderBlock(256, heads, heads // 4, 384, attn=attn)
+        tables = tb.build_rope_cache(T, 256 // heads)
+
+        def run() -> None:
+            with torch.set_grad_enabled(train):
+                out = block(x, *tables)
+                if train:
+                    out.sum().backward()
+
+        return peak_bytes(run, at_least=T * T)
+
+    table = T * T * 4
+    scores = H * table
+    for train, kind, limit in ((False, "forward", 3), (True, "backward", 4)):
+        ours, what = peak("explicit", H, train), f"explicit, {H} heads, {kind}; one score tensor"
+        yield Row(f"memory-explicit-{kind}", what, ours, scores, "B", limit)
+        for heads in (4, 32):
+            what = f"fused, {heads} heads, {kind}; one T×T float table"
+            ours = peak("fused", heads, train)
+            yield Row(f"memory-fused-{kind}-{heads}", what, ours, table, "B", 2)
+
+
+@torch.no_grad()
+def cache(_rounds: int) -> Iterator[Row]:
+    """Bytes held, and bytes of history copied, while a cache grows one token at a time."""
+    length = 4097  # just after the buffer has doubled: the worst case for both
+    k_new, v_new = torch.randn(2, 1, G, 1, D_H)
+    entry = tb.kv_cache_bytes(1, G, D_H, 1, bytes_per_element=4)
+    for name, max_len, held_limit, copied_limit in (
+        ("growing", None, 2, 2),
+        ("fixed", length, 1, 0),
+    ):
+        held, history = tb.KVCache(max_len), 0
+        with CopiedBytes() as copied:
+            for _ in range(length):
+                held.append(k_new, v_new)
+            history = copied.total - length * entry  # each entry is written once
+        wanted = tb.kv_cache_bytes(1, G, D_H, length, bytes_per_element=4)
+        what = f"bytes held at {length:,} tokens, {name}; kv_cache_bytes"
+        yield Row(f"cache-{name}-held", what, storage_bytes(held), wanted, "B", held_limit)
+        what = f"history copied for a token, {name}; its entry"
+        yield Row(f"cache-{name}-copied", what, history / length, entry, "B", copied_limit)
+
+
+def masked_loop(ffn: tb.MoEFFN, x: Tensor) -> Tensor:
+    """Routing as it is often written: a mask over all tokens for each expert."""
+    tokens = x.flatten(0, -2)
+    weight, expert = ffn.router(tokens).softmax(dim=-1).max(dim=-1)
+    out = torch.zeros_like(tokens)
+    for index, one in enumerate(ffn.experts):
+        chosen = expert == index
+        if chosen.any():
+            out[chosen] = weight[chosen, None] * one(tokens[chosen])
+    return out.view_as(x)
+
+
+def dense_loop(ffn: tb.MoEFFN, x: Tensor) -> Tensor:
+    """Every expert on every token, with what was not chosen multiplied by zero."""
+    tokens = x.flatten(0, -2)
+    weight, expert = ffn.router(tokens).softmax(dim=-1).max(dim=-1)
+    out = torch.zeros_like(tokens)
+    for index, one in enumerate(ffn.experts):
+        out = out + (weight * (expert == index))[:, None] * one(tokens)
+    return out.view_as(x)
+
+
+@torch.no_grad()
+def moe(rounds: int) -> Iterator[Row]:
+    n_tokens, width, counts = 4096, 256, (4, 16, 64)
+    x = torch.randn(1, n_tokens, width)
+    ffns = {count: tb.MoEFFN(width, 2 * width, n_experts=count) for count in counts}
+    calls = {f"ours {count}": partial(ffn, x) for count, ffn in ffns.items()}
+    calls |= {f"masks {count}": partial(masked_loop, ffn, x) for count, ffn in ffns.items()}
+    calls["dense 4"] = partial(dense_loop, ffns[4], x)
+    for call, other in (("ours 4", "masks 4"), ("ours 4", "dense 4"), ("ours 64", "masks 64")):
+        require_same(calls[call](), calls[other]())
+    seconds = take_turns(calls, 4 * rounds)
+    for count in counts[1:]:
+        what = f"{n_tokens:,} tokens over {count} experts; over 4"
+        yield Row(f"moe-{count}", what, seconds[f"ours {count}"], seconds["ours 4"], "s", 1.5)
+    for count in counts:
+        what = f"{count} experts; a loop that masks the tokens of each"
+        ours, theirs = seconds[f"ours {count}"], seconds[f"masks {count}"]
+        yield Row(f"moe-masks-{count}", what, ours, theirs, "s", 1.05)
+    what = "4 experts; every expert on every token"
+    yield Row("moe-dense-4", what, seconds["ours 4"], seconds["dense 4"], "s", 0.5)
+
+
+@torch.no_grad()
+def mla(rounds: int) -> Iterator[Row]:
+    """Latent attention with DeepSeek's proportions: a latent of 4 head widths, half a head rotated."""
+    length, kv_rank, rope_dim = 4096, 4 * D_H, D_H // 2
+    sizes = {"kv_rank": kv_rank, "rope_dim": rope_dim, "nope_dim": D_H, "v_dim": D_H}
+    attn = tb.MultiHeadLatentAttention(D, H, **sizes)
+    cos, sin = tb.build_rope_cache(length + 1, rope_dim)
+    held, gqa = tb.KVCache(length), tb.KVCache(length)
+    prompt, x = torch.randn(1, length, D).split((length - 1, 1), dim=1)
+    attn(prompt[:, :1], cos=cos, sin=sin, kv_cache=held)  # shows what is cached, and its widths
+    stored = [torch.randn(*t.shape[:2], length - 1, t.shape[3]) for t in (held.k, held.v)]
+    held.reset()
+    held.append(*stored)
+    absorbed, expanded = attn.absorbed, attn.expanded
+
+    def step(form: Callable) -> Tensor:
+        attn.absorbed = form  # what a step with a cache calls
+        return attn(x, cos=cos, sin=sin, kv_cache=held)[0]
+
+    calls = {"absorbed": partial(step, absorbed), "expanded": partial(step, expanded)}
+    reset = partial(held.truncate, length - 1)
+    absorbed_out = calls["absorbed"]()
+    reset()
+    require_same(absorbed_out, calls["expanded"]())
+    seconds = take_turns(calls, 4 * rounds, reset)
+    what = f"a token at {length:,} cached, absorbed; expanded"
+    yield Row("mla-absorbed", what, seconds["absorbed"], seconds["expanded"], "s", 0.5)
+    gqa.append(*torch.zeros(2, 1, 8, length, D_H))
+    what = f"bytes cached for {length:,} tokens; 8 KV heads of {D_H}"
+    yield Row("mla-cache", what, storage_bytes(held), storage_bytes(gqa), "B", 0.3)
+
+
+def start(rounds: int) -> Iterator[Row]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL, env=environment)
+    script, bare = [sys.executable, tb.__file__], [sys.executable, "-c", "import torch"]
+    calls = {"script": partial(run, script), "import": partial(run, bare)}
+    seconds = take_turns(calls, 2 * rounds + 1)
+    what = "the whole script, one thread; `import torch` alone"
+    yield Row("start", what, seconds["script"], seconds["import"], "s", 1.10)
+
+
+MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "decode-256": partial(decode, 256, 1.05),
+    "decode-1024": partial(decode, 1024, 1.05),
+    "decode-4096": partial(decode, 4096, 0.80),
+    "decode-growth": decode_growth,
+    "prefill-2048": partial(whole_sequence, 2048, False),
+    "prefill-4096": partial(whole_sequence, 4096, False),
+    "train-2048": partial(whole_sequence, 2048, True),
+    "train-4096": partial(whole_sequence, 4096, True),
+    "memory": score_memory,
+    "cache": cache,
+    "moe": moe,
+    "mla": mla,
+    "start": start,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help=f"beginnings of: {' '.join(MEASUREMENTS)}")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: 2")
+    parser.add_argument("--write", metavar="FILE", help="write the table there as well")
+    options = parser.parse_args(argv)
+    for name in options.names:
+        if not any(known.startswith(name) for known in MEASUREMENTS):
+            parser.error(f"no measurement starts with {name!r}: {' '.join(MEASUREMENTS)}")
+    torch.set_num_threads(options.threads)
+    rounds, load = 2 if options.quick else 10, os.getloadavg()[0]
+    lines = [
+        "| row | ours; reference | ours / reference | ratio | limit | holds |",
+        "|---|---|--:|--:|--:|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    all_hold = True
+    for known, measure in MEASUREMENTS.items():
+        if not options.names or any(known.startswith(name) for name in options.names):
+            torch.manual_seed(0)
+            for row in measure(rounds):
+                all_hold &= row.holds
+                lines.append(row.line())
+                print(lines[-1], flush=True)
+    lines += [
+        "",
+        f"torch {torch.__version__}, {options.threads} threads, float32, batch 1, block of d {D}, "
+        f"{H} query and {G} KV heads, h {D_FF}; {'fewer' if options.quick else 'all'} rounds; "
+        f"load of the machine {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end.",
+    ]
+    print("\n".join(lines[-2:]))
+    if options.write:
+        Path(options.write).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0 if all_hold else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The blocks under torch.compile, torch.export and torch.func, without changes to the script.
+
+Without a cache every dense block is one graph, forward and backward. With a cache the lengths of a
+growing buffer decide how often a decoding step is compiled anew: the tests at the end count that.
+"""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from transformer_block import (
+    BranchNormDecoderBlock,
+    GPT2StyleDecoderLayer,
+    KVCache,
+    ModernDecoderBlock,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    ParallelDecoderBlock,
+    VanillaEncoderLayer2017,
+    VanillaSeq2SeqDecoderLayer2017,
+    attend,
+    attend_fused,
+    build_rope_cache,
+)
+
+D, H, G, D_FF, MAX_LEN = 32, 4, 2, 48, 128
+B, T, S = 2, 7, 5
+COS, SIN = build_rope_cache(MAX_LEN, D // H)
+
+
+def latent_block() -> ModernDecoderBlock:
+    sizes = {"kv_rank": 12, "rope_dim": D // H, "nope_dim": 6, "v_dim": 10}
+    return ModernDecoderBlock(D, H, G, D_FF, attn=MultiHeadLatentAttention(D, H, **sizes))
+
+
+# How each block is made, and what its forward takes after x.
+BLOCKS = {
+    "encoder 2017": (lambda: VanillaEncoderLayer2017(D, H, D_FF), ()),
+    "decoder 2017": (lambda: VanillaSeq2SeqDecoderLayer2017(D, H, D_FF), (torch.ones(B, S, D),)),
+    "GPT-2": (lambda: GPT2StyleDecoderLayer(D, H, D_FF), ()),
+    "modern": (lambda: ModernDecoderBlock(D, H, G, D_FF), (COS, SIN)),
+    "parallel": (lambda: ParallelDecoderBlock(D, H, G, D_FF), ()),
+    "branch norm": (lambda: BranchNormDecoderBlock(D, H, G, D_FF), (COS, SIN)),
+    "latent": (latent_block, (COS, SIN)),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Two gain nothing at these sizes, and wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def on_path(block: nn.Module, path) -> nn.Module:
+    """The block with every attention through attend or attend_fused; latent attention has one."""
+    for module in block.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.attend = path
+    return block
+
+
+def output_and_gradients(block: nn.Module, call, x: Tensor, others: tuple) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    out = call(x, *others)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
+
+
+@pytest.mark.parametrize("path", [attend, attend_fused])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_block_is_one_graph_forward_and_backward(name, path):
+    make, others = BLOCKS[name]
+    block, x = on_path(make(), path), torch.randn(B, T, D)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = output_and_gradients(block, compiled, x, others)
+    for got, expected in zip(results, output_and_gradients(block, block, x, others)):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs a C++ compiler")
+def test_the_default_backend_compiles_a_block():
+    block, x = ModernDecoderBlock(D, H, G, D_FF), torch.randn(B, T, D)
+    compiled = torch.compile(block, fullgraph=True)
+    results = output_and_gradients(block, compiled, x, (COS, SIN))
+    for got, expected in zip(results, output_and_gradients(block, block, x, (COS, SIN))):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", ["modern", "latent"])
+def test_an_exported_block_takes_other_batches_and_lengths(name):
+    make, others = BLOCKS[name]
+    block, any_size = make(), torch.export.Dim.DYNAMIC
+    sizes = {"x": {0: any_size, 1: any_size}, "cos": None, "sin": None}
+    program = torch.export.export(block, (torch.randn(B, T, D), *others), dynamic_shapes=sizes)
+    for shape in ((B, T, D), (B + 1, 2 * T, D)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(program.module()(x, *others), block(x, *others))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # no vmap rule: it loops
+@pytest.mark.parametrize("path", [attend, attend_fused])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_per_sample_gradients_are_those_of_a_loop(name, path):
+    make, others = BLOCKS[name]
+    block = on_path(make(), path).double()
+    others = tuple(other[:1].double() if other.dim() == 3 else other for other in others)
+    samples = torch.randn(3, T, D, dtype=torch.float64)
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        out = torch.func.functional_call(block, parameters, (sample[None], *others))
+        return out.square().sum()
+
+    parameters = {key: p.detach() for key, p in block.named_parameters()}
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, samples)
+    for row, sample in enumerate(samples):
+        block.zero_grad()
+        block(sample[None], *others).square().sum().backward()
+        for key, parameter in block.named_parameters():
+            torch.testing.assert_close(per_sample[key][row], parameter.grad, atol=1e-11, rtol=0)
+
+
+def compilations(cache: KVCache, prompt: int, *, steps: int = 64, fullgraph: bool = True):
+    """How many graphs a compiled block has after the prompt and after each step of decoding."""
+    counter = CompileCounter()
+    block = ModernDecoderBlock(D, H, G, D_FF)
+    compiled = torch.compile(block, backend=counter, fullgraph=fullgraph)
+    plain, counts = copy.deepcopy(cache), []
+    for length in (prompt, *[1] * steps):
+        x = torch.randn(B, length, D)
+        out = compiled(x, COS, SIN, kv_cache=cache)
+        torch.testing.assert_close(out, block(x, COS, SIN, kv_cache=plain))
+        counts.append(counter.frame_count)
+    return counts
+
+
+@torch.no_grad()
+def test_a_cache_of_fixed_size_compiles_twice_in_64_steps():
+    counts = compilations(KVCache(MAX_LEN), prompt=5)
+    assert counts == [1] + [2] * 64  # the prompt, and one graph for all steps
+
+
+@torch.no_grad()
+def test_a_growing_cache_compiles_five_times_in_64_steps():
+    # The step whose buffer is full takes another way than the one whose buffer has room, and the
+    # first of each has its sizes built in; once they are variables the graphs serve all lengths.
+    counts = compilations(KVCache(), prompt=5)
+    assert counts[-1] == 5
+    assert counts[6:] == [5] * 59  # none after the sixth step
+
+
+def test_training_through_a_cache_compiles_three_times_in_64_steps():
+    counts = compilations(KVCache(), prompt=5)
+    assert counts == [1, 2] + [3] * 63  # concatenation: the prompt, a first step, any length

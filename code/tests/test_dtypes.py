@@ -1,0 +1,463 @@
+"""Every class in every floating dtype, copied, pickled, and under torch.device("meta")."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from test_cache import COS, D_FF, DECODERS, SIN, D, make, make_lm, run
+from torch import nn
+
+from transformer_block import (
+    DecoderOnlyLM,
+    DenseFFN,
+    GatedFFN,
+    KVCache,
+    ModernDecoderBlock,
+    MoEFFN,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    RMSNorm,
+    VanillaEncoderLayer2017,
+    VanillaSeq2SeqDecoderLayer2017,
+    apply_rope,
+    attend,
+    attend_fused,
+    build_causal_mask,
+    build_rope_cache,
+    next_token_loss,
+    pick_next_token,
+    sinusoidal_positions,
+)
+
+torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
+
+# Largest difference to the float64 run, relative to its largest value.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.bfloat16: 8e-2,
+    torch.float16: 1e-2,
+}
+HALF = [torch.float16, torch.bfloat16]
+PATHS = [attend, attend_fused]
+
+B, T = 2, 5
+KEEP = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
+CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def rotated(module, x):
+    return module(x, cos=COS, sin=SIN, mask=CAUSAL, key_padding_mask=KEEP)[0]
+
+
+# Everything that is not a decoder block: how to make it and how to call it.
+OTHERS = {
+    "rms_norm": (lambda: RMSNorm(D), lambda m, x: m(x)),
+    "attention": (
+        lambda: MultiHeadAttention(
+            D, 4, 2, head_dim=4, bias=True, rope=True, qk_norm=True, logit_softcap=3.0
+        ),
+        rotated,
+    ),
+    "attention fused": (
+        lambda: MultiHeadAttention(D, 4, 2, head_dim=4, rope=True, attend=attend_fused),
+        rotated,
+    ),
+    "cross attention": (
+        lambda: MultiHeadAttention(D, 4, 2),
+        lambda m, x: m(x, x[:, :3], key_padding_mask=KEEP[:, :3])[0],
+    ),
+    "latent attention": (
+        lambda: MultiHeadLatentAttention(
+            D, 4, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2, q_rank=6
+        ),
+        rotated,
+    ),
+    "dense": (lambda: DenseFFN(D, D_FF, bias=True), lambda m, x: m(x)),
+    "gated": (lambda: GatedFFN(D, D_FF, bias=True), lambda m, x: m(x)),
+    "moe": (lambda: MoEFFN(D, D_FF), lambda m, x: m(x)),
+    "encoder": (lambda: VanillaEncoderLayer2017(D, 4, D_FF), lambda m, x: m(x, KEEP)),
+    "seq2seq": (
+        lambda: VanillaSeq2SeqDecoderLayer2017(D, 4, D_FF),
+        lambda m, x: m(x, x[:, 1:] * 0.5, key_padding_mask=KEEP),
+    ),
+}
+MODULES = [*OTHERS, *DECODERS]
+
+
+def build(kind):
+    """The module in float64 with random parameters, and its call."""
+    torch.manual_seed(0)
+    if kind in DECODERS:
+        return make(kind), run
+    module = OTHERS[kind][0]().double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5)
+    return module, OTHERS[kind][1]
+
+
+def draw(dtype=torch.float64):
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def assert_near(got, wanted, tolerance):
+    assert got.isfinite().all()
+    assert (got.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+# =============================================================================================
+# Each dtype through every class
+# =============================================================================================
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", MODULES)
+def test_output_has_the_dtype_of_the_input_and_is_near_the_float64_run(kind, dtype):
+    module, call = build(kind)
+    narrow = copy.deepcopy(module).to(dtype)
+    exact = copy.deepcopy(narrow).double()  # the rounded weights, so only the arithmetic differs
+    x = draw(dtype)
+    out = call(narrow, x)
+    assert out.dtype == dtype
+    assert_near(out, call(exact, x.double()), TOLERANCE[dtype])
+    out.float().square().mean().backward()
+    for name, parameter in narrow.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", DECODERS)
+def test_cached_decoding_is_near_the_float64_run(kind, dtype):
+    module, call = build(kind)
+    narrow = module.to(dtype)
+    exact = copy.deepcopy(narrow).double()
+    x, cache = draw(dtype), KVCache()
+    with torch.no_grad():
+        chunks = [call(narrow, part, kv_cache=cache) for part in x.split([2, 1, 2], dim=1)]
+    assert cache.k.dtype == cache.v.dtype == dtype
+    assert_near(torch.cat(chunks, dim=1), call(exact, x.double()), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_model_logits_generate_and_loss(dtype):
+    model = make_lm(logit_softcap=20.0).to(dtype)
+    ids = torch.arange(10).view(2, 5)
+    logits = model(ids)
+    assert logits.dtype == dtype
+    assert_near(logits, copy.deepcopy(model).double()(ids), TOLERANCE[dtype])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert next_token_loss(logits, ids).dtype == wide
+    for temperature in (0.0, 0.8):
+        assert model.generate(ids, 3, temperature=temperature).shape == (2, 8)
+
+
+@pytest.mark.parametrize("autocast", HALF)
+@pytest.mark.parametrize("kind", MODULES)
+def test_autocast_is_near_the_float64_run_cached_and_backward(kind, autocast):
+    module, call = build(kind)
+    x = draw(torch.float32)
+    wanted = call(module, x.double())
+    module.float()
+    with torch.autocast("cpu", autocast):
+        out = call(module, x)
+        assert_near(out, wanted, TOLERANCE[autocast])
+        if kind in DECODERS:
+            cache = KVCache()
+            chunks = [call(module, part, kv_cache=cache) for part in x.split([3, 2], dim=1)]
+            assert_near(torch.cat(chunks, dim=1), wanted, TOLERANCE[autocast])
+    out.float().square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+
+
+def test_autocast_of_the_model_gives_a_loss_and_gradients():
+    model, ids = make_lm().float(), torch.arange(10).view(2, 5)
+    wanted = next_token_loss(model(ids), ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = next_token_loss(model(ids), ids)
+        assert model.generate(ids, 2).shape == (2, 7)
+    assert abs(loss - wanted) < 0.1 * wanted
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+# =============================================================================================
+# Half precision keeps its range and the positions theirs
+# =============================================================================================
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("keep", [None, torch.tensor([[1, 0, 1]]).bool()])
+def test_scores_that_fit_once_scaled_do_not_overflow(path, keep):
+    """40 * 40 * 64 is past 65504, an eighth of it is not."""
+    torch.manual_seed(0)
+    q = torch.full((1, 2, 3, 64), 40.0).half().requires_grad_()
+    k = torch.full((1, 1, 3, 64), 40.0).half()
+    v = torch.randn(1, 1, 3, 4).half()
+    out = path(q, k, v, keep)
+    real = v.double() if keep is None else v.double()[:, :, keep[0]]
+    wanted = real.mean(dim=2, keepdim=True).expand(1, 2, 3, 4)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-3)
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_scores_that_fit_once_scaled_by_a_small_scale_do_not_overflow(path):
+    q = torch.full((1, 1, 2, 4), 1000.0).half()
+    k = torch.tensor([[1000.0] * 4, [999.0] * 4]).half().view(1, 1, 2, 4)
+    v = torch.eye(2).half().view(1, 1, 2, 2)
+    weights = torch.tensor([4.0, 3.996]).softmax(dim=0).double()
+    out = path(q, k, v, scale=1e-6).double()
+    torch.testing.assert_close(out[0, 0], weights.expand(2, 2), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "cached",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(strict=True, reason="absorbed multiplies before it scales"),
+        ),
+    ],
+)
+def test_latent_scores_that_fit_once_scaled_do_not_overflow(cached):
+    """The unscaled product of a query with kv_up is 200 * 10 * 64, past 65504; an eighth fits."""
+    attn = MultiHeadLatentAttention(64, 1, kv_rank=4, rope_dim=2, nope_dim=62, v_dim=4)
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter.zero_()
+        attn.q_proj.weight[:62, 0] = 200.0
+        attn.kv_down.weight[:4, 1] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+        attn.kv_up.weight[:62] = 10.0
+        attn.kv_up.weight[62:] = torch.eye(4)
+        attn.o_proj.weight[:4, :4] = torch.eye(4)
+        attn.kv_norm.weight.fill_(1.0)
+    x = torch.zeros(1, 3, 64)
+    x[..., :2] = 1.0
+    wanted = rotated_once(copy.deepcopy(attn).double(), x.double(), cached)
+    got = rotated_once(attn.half(), x.half(), cached)
+    assert wanted[..., :4].abs().min() > 0.9
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=0.01)
+
+
+def rotated_once(attn, x, cached):
+    cos, sin = build_rope_cache(8, 2)
+    cache = KVCache()
+    if cached:
+        attn(x[:, :2], cos=cos, sin=sin, kv_cache=cache)
+        x = x[:, 2:]
+    return attn(x, cos=cos, sin=sin, kv_cache=cache)[0]
+
+
+@pytest.mark.parametrize("value", [300.0, 6e4, 1e-3])
+def test_rms_norm_in_half_neither_overflows_nor_vanishes(value):
+    out = RMSNorm(4).half()(torch.full((2, 4), value).half())
+    torch.testing.assert_close(out.float(), torch.full((2, 4), 1.0), rtol=0, atol=0.3 * (value < 1))
+    small = RMSNorm(4, eps=1e-12).half()(torch.full((2, 4), 1e-3).half())
+    torch.testing.assert_close(small, torch.ones(2, 4).half(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("kind", DECODERS)
+def test_large_activations_and_dead_rows_stay_finite(kind, dtype):
+    module, call = build(kind)
+    module.to(dtype)
+    x = (30 * draw()).to(dtype)
+    left = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    out = call(module, x, key_padding_mask=left)
+    wanted = call(copy.deepcopy(module).double(), x.double(), key_padding_mask=left)
+    kept = left[..., None].expand_as(out)
+    assert out.isfinite().all()
+    assert_near(out[kept], wanted[kept], 3 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotation_is_that_of_float32_rounded_once(dtype):
+    cos, sin = build_rope_cache(400, 8)
+    x = draw().reshape(B, 1, T, D)[..., :8].to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    got = apply_rope(x, cos[300 : 300 + T], sin[300 : 300 + T])
+    assert got.dtype == dtype
+    c, s = cos[300 : 300 + T].to(wide), sin[300 : 300 + T].to(wide)
+    first, second = x.to(wide).split(4, dim=-1)
+    turned = torch.cat(
+        (first * c[:, :4] - second * s[:, :4], second * c[:, 4:] + first * s[:, 4:]), dim=-1
+    )
+    torch.testing.assert_close(got, turned.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rope_tables_in_each_dtype_are_the_float32_table_cast(dtype):
+    wide, narrow = build_rope_cache(4096, 8), build_rope_cache(4096, 8, dtype=dtype)
+    for table, cast in zip(wide, narrow):
+        assert cast.dtype == dtype
+        assert torch.equal(cast, table.to(dtype))
+
+
+def test_model_tables_stay_float32_after_a_cast():
+    """Positions past 256 collide in bfloat16: logits far out must not change with the casts."""
+    model = DecoderOnlyLM(23, 12, 1, 3, 1, 10, max_len=700)
+    ids = torch.arange(600).view(1, 600) % 23
+    fresh = copy.deepcopy(model)
+    model.bfloat16().float()
+    fresh.load_state_dict(model.state_dict())  # the rounded weights under tables never cast
+    with torch.no_grad():
+        assert torch.equal(model(ids), fresh(ids))
+        narrow = copy.deepcopy(fresh).bfloat16()(ids).float()
+        assert_near(narrow, fresh(ids).double(), TOLERANCE[torch.bfloat16])
+
+
+# =============================================================================================
+# Copies, pickles and the state dict
+# =============================================================================================
+
+
+def duplicates(module):
+    yield copy.deepcopy(module)
+    yield pickle.loads(pickle.dumps(module))
+    stream = io.BytesIO()
+    torch.save(module, stream)
+    stream.seek(0)
+    yield torch.load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_deepcopy_and_pickle_also_after_a_forward_with_grad(kind):
+    module, call = build(kind)
+    wanted = call(module, draw())
+    for other in duplicates(module):
+        assert torch.equal(call(other, draw()), wanted)
+        mine, theirs = list(module.parameters()), list(other.parameters())
+        assert not {p.data_ptr() for p in mine} & {p.data_ptr() for p in theirs}
+
+
+def test_deepcopy_and_pickle_of_the_model_also_after_a_forward_with_grad():
+    model = make_lm(make_block=lambda layer: make_moe_block(), windows=[2, None])
+    ids = torch.arange(10).view(2, 5)
+    wanted = model(ids)
+    for other in duplicates(model):
+        assert torch.equal(other(ids), wanted)
+        assert other.lm_head.weight is other.embedding.weight
+        assert other.lm_head.weight is not model.lm_head.weight
+
+
+def make_moe_block():
+    attn = MultiHeadAttention(D, 3, 1, rope=True)
+    return ModernDecoderBlock(D, attn=attn, ffn=MoEFFN(D, D_FF))
+
+
+def test_moe_keeps_its_statistics_in_a_copy():
+    moe = MoEFFN(D, D_FF)
+    moe(torch.randn(3, D))
+    for other in duplicates(moe):
+        assert other.tokens_per_expert == moe.tokens_per_expert
+        assert torch.equal(other.aux_loss, moe.aux_loss)
+    assert moe.aux_loss.requires_grad
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", MODULES)
+def test_state_dict_round_trip(kind, assign):
+    module, call = build(kind)
+    stream = io.BytesIO()
+    torch.save(module.state_dict(), stream)
+    stream.seek(0)
+    other, _ = build(kind)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(torch.load(stream, weights_only=True), assign=assign)
+    assert torch.equal(call(other, draw()), call(module, draw()))
+    assert set(module.state_dict()) == {name for name, _ in module.named_parameters()}
+
+
+# =============================================================================================
+# torch.device("meta"): a lost device= would put a tensor there
+# =============================================================================================
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_cpu_call_inside_a_meta_context(kind):
+    module, call = build(kind)
+    x, wanted = draw(), call(module, draw())
+    with torch.device("meta"):
+        assert torch.equal(call(module, x), wanted)
+        if kind in DECODERS:
+            cache = KVCache()
+            for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+                cache.reset()
+                with mode():
+                    chunks = [call(module, part, kv_cache=cache) for part in x.split(3, dim=1)]
+                    torch.testing.assert_close(torch.cat(chunks, dim=1), wanted)
+
+
+def test_cpu_functions_inside_a_meta_context():
+    model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
+    keep = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    loss, tokens = next_token_loss(model(ids), ids, keep), model.generate(ids, 3)
+    logits = torch.randn(2, 9)
+    q, positions = torch.randn(1, 4, 3, 4), torch.arange(3)
+    options = {"temperature": 1.0, "top_k": 4, "top_p": 0.9}
+    with torch.device("meta"):
+        assert torch.equal(next_token_loss(model(ids), ids, keep), loss)
+        assert torch.equal(model.generate(ids, 3), tokens)
+        assert model.generate(ids, 3, key_padding_mask=keep, eos_id=1, **options).device == q.device
+        assert pick_next_token(logits, **options).device == q.device
+        for path in PATHS:
+            assert path(q, q, q, CAUSAL[:3, :3]).isfinite().all()
+        assert build_causal_mask(positions, positions, 2).tolist()[2] == [False, True, True]
+        assert [table.device.type for table in build_rope_cache(4, 4, device="cpu")] == ["cpu"] * 2
+        assert build_rope_cache(4, 4)[0].device.type == "meta"
+        assert sinusoidal_positions(4, 4).device.type == "meta"
+    assert build_rope_cache(4, 4, device="meta")[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("filled", ["to_empty", "assign"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_module_built_under_meta_and_filled(kind, filled):
+    module, call = build(kind)
+    wanted = call(module, draw())
+    with torch.device("meta"):
+        other = DECODERS[kind](4, 2) if kind in DECODERS else OTHERS[kind][0]()
+    assert all(parameter.is_meta for parameter in other.parameters())
+    fill(other, module, filled)
+    assert torch.equal(call(other, draw()), wanted)
+
+
+def fill(other, module, how):
+    if how == "to_empty":
+        other.double().to_empty(device="cpu")
+    other.load_state_dict(module.state_dict(), assign=how == "assign")
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("filled", ["to_empty", "assign"])
+def test_model_built_under_meta_and_filled(filled, tie):
+    model, ids = make_lm(tie_embeddings=tie), torch.arange(10).view(2, 5)
+    with torch.device("meta"):
+        other = DecoderOnlyLM(23, D, 2, 3, 1, D_FF, max_len=40, tie_embeddings=tie)
+    assert all(parameter.is_meta for parameter in other.parameters())
+    fill(other, model, filled)
+    assert (other.lm_head.weight is other.embedding.weight) == tie
+    assert torch.equal(other(ids), model(ids))
+    assert torch.equal(other.generate(ids, 3), model.generate(ids, 3))
+
+
+def test_model_moved_to_meta_and_back_gives_its_tables_back():
+    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    state, wanted = copy.deepcopy(model.state_dict()), model(ids)
+    model.to("meta").to_empty(device="cpu").load_state_dict(state)
+    assert torch.equal(model(ids), wanted)
+
+
+def test_module_in_a_parent_is_cast_and_filled_with_it():
+    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    parent = nn.ModuleDict({"lm": model}).float()
+    assert model.lm_head.weight is model.embedding.weight
+    parent.load_state_dict(copy.deepcopy(parent.state_dict()), assign=True)
+    assert model.lm_head.weight is model.embedding.weight
+    assert model(ids).dtype == torch.float32

@@ -1,0 +1,314 @@
+"""The same weights in torch's own layers: outputs and gradients equal to 1e-9 in float64.
+
+torch.nn.MultiheadAttention and the layers built on it mark what is left out with True, so every
+mask goes in inverted. What padding rows hold differs between the two, so kept rows are compared.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from transformer_block import (
+    GPT2StyleDecoderLayer,
+    MultiHeadAttention,
+    RMSNorm,
+    VanillaEncoderLayer2017,
+    VanillaSeq2SeqDecoderLayer2017,
+    apply_rope,
+    attend,
+    attend_fused,
+    build_rope_cache,
+    sinusoidal_positions,
+)
+
+torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
+
+# No two axes are alike, so that none can stand in for another.
+B, T, S, D, H, D_FF = 3, 5, 7, 12, 4, 20
+close = {"rtol": 0, "atol": 1e-9}
+
+PADDINGS = {
+    "none": None,
+    "right": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]],
+    "left": [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]],
+    "holes": [[1, 0, 1, 0, 1], [0, 1, 1, 0, 1], [1, 1, 0, 1, 1]],
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def randomised(module):
+    """Every parameter drawn anew: fresh norms are all ones and fresh biases zero."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.4)
+    return module
+
+
+def padding(kind):
+    return None if kind == "none" else torch.tensor(PADDINGS[kind], dtype=torch.bool)
+
+
+def inverted(mask):
+    return None if mask is None else ~mask
+
+
+def renamed(tensors, modules):
+    """Parameters (or their gradients) of a layer of torch under our names."""
+    out = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind.startswith("in_proj_"):
+            for letter, part in zip("qkv", tensor.chunk(3)):
+                out[f"{modules[module]}{letter}_proj.{kind.removeprefix('in_proj_')}"] = part
+        else:
+            out[f"{modules[module]}{kind}"] = tensor
+    return out
+
+
+def assert_equal_with_gradients(ours, our_out, theirs, their_out, modules, inputs, kept=...):
+    """Outputs on the kept rows, and what a random weighting of them sends back."""
+    torch.testing.assert_close(our_out[kept], their_out[kept], **close)
+    weighting = torch.randn_like(our_out[kept])
+    got = torch.autograd.grad((our_out[kept] * weighting).sum(), [*ours.parameters(), *inputs])
+    wanted = torch.autograd.grad(
+        (their_out[kept] * weighting).sum(), [*theirs.parameters(), *inputs]
+    )
+    n = len(inputs)
+    names = [name for name, _ in theirs.named_parameters()]
+    wanted_by_name = renamed(dict(zip(names, wanted)), modules)
+    for (name, _), gradient in zip(ours.named_parameters(), got):
+        torch.testing.assert_close(gradient, wanted_by_name[name], **close)
+    for gradient, want in zip(got[-n:], wanted[-n:]):
+        torch.testing.assert_close(gradient, want, **close)
+
+
+def copied(ours, theirs, modules):
+    randomised(theirs)
+    ours.double().load_state_dict(renamed(dict(theirs.named_parameters()), modules))
+    return ours, theirs
+
+
+ATTENTION = {"self_attn": "attn.", "self_attn.out_proj": "attn.o_proj."}
+FFN = {"linear1": "ffn.up.", "linear2": "ffn.down."}
+ENCODER = {**ATTENTION, **FFN, "norm1": "ln1.", "norm2": "ln2."}
+GPT2 = {**ATTENTION, **FFN, "norm1": "norm1.", "norm2": "norm2."}
+SEQ2SEQ = {
+    "self_attn": "self_attn.",
+    "self_attn.out_proj": "self_attn.o_proj.",
+    "multihead_attn": "cross_attn.",
+    "multihead_attn.out_proj": "cross_attn.o_proj.",
+    **FFN,
+    **{f"norm{i}": f"ln{i}." for i in (1, 2, 3)},
+}
+ALONE = {"": "", "out_proj": "o_proj."}
+
+
+def torch_layer(kind, **options):
+    return kind(D, H, D_FF, dropout=0.0, batch_first=True, dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("act", [F.relu, F.gelu])
+@pytest.mark.parametrize("pad", PADDINGS)
+@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+def test_encoder_layer_equals_torch(pad, act, eps):
+    ours, theirs = copied(
+        VanillaEncoderLayer2017(D, H, D_FF, act=act, eps=eps),
+        torch_layer(nn.TransformerEncoderLayer, activation=act, layer_norm_eps=eps),
+        ENCODER,
+    )
+    x, keep = draw(B, T, D), padding(pad)
+    their_out = theirs(x, src_key_padding_mask=inverted(keep))
+    kept = ... if keep is None else keep
+    assert_equal_with_gradients(ours, ours(x, keep), theirs, their_out, ENCODER, [x], kept)
+
+
+def test_encoder_layer_activation_is_relu_by_default():
+    ours, theirs = copied(
+        VanillaEncoderLayer2017(D, H, D_FF), torch_layer(nn.TransformerEncoderLayer), ENCODER
+    )
+    x = draw(B, T, D)
+    torch.testing.assert_close(ours(x), theirs(x), **close)
+
+
+@pytest.mark.parametrize("pad", PADDINGS)
+@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+def test_gpt2_layer_equals_torch_norm_first_with_a_causal_mask(pad, eps):
+    ours, theirs = copied(
+        GPT2StyleDecoderLayer(D, H, D_FF, eps=eps),
+        torch_layer(
+            nn.TransformerEncoderLayer, activation=F.gelu, norm_first=True, layer_norm_eps=eps
+        ),
+        GPT2,
+    )
+    x, keep = draw(B, T, D), padding(pad)
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    their_out = theirs(x, src_mask=~causal, src_key_padding_mask=inverted(keep))
+    our_out = ours(x, key_padding_mask=keep)
+    if pad in ("left", "holes"):  # rows that see nothing are NaN in torch, and its gradient
+        torch.testing.assert_close(our_out[keep], their_out[keep], **close)
+    else:
+        kept = ... if keep is None else keep
+        assert_equal_with_gradients(ours, our_out, theirs, their_out, GPT2, [x], kept)
+
+
+@pytest.mark.parametrize("memory_pad", [False, True])
+@pytest.mark.parametrize("pad", ["none", "right"])
+@pytest.mark.parametrize("lengths", [(T, S), (T, 2), (T, T)])
+def test_seq2seq_layer_equals_torch(pad, memory_pad, lengths):
+    ours, theirs = copied(
+        VanillaSeq2SeqDecoderLayer2017(D, H, D_FF),
+        torch_layer(nn.TransformerDecoderLayer),
+        SEQ2SEQ,
+    )
+    _, n_memory = lengths
+    x, memory, keep = draw(B, T, D), draw(B, n_memory, D), padding(pad)
+    memory_keep = None
+    if memory_pad:
+        memory_keep = torch.arange(n_memory) >= torch.tensor([[0], [1], [n_memory - 1]])
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    their_out = theirs(
+        x,
+        memory,
+        tgt_mask=~causal,
+        tgt_key_padding_mask=inverted(keep),
+        memory_key_padding_mask=inverted(memory_keep),
+    )
+    our_out = ours(x, memory, key_padding_mask=keep, memory_key_padding_mask=memory_keep)
+    kept = ... if keep is None else keep
+    assert_equal_with_gradients(ours, our_out, theirs, their_out, SEQ2SEQ, [x, memory], kept)
+
+
+def test_seq2seq_layer_takes_another_mask_than_the_causal_one():
+    ours, theirs = copied(
+        VanillaSeq2SeqDecoderLayer2017(D, H, D_FF),
+        torch_layer(nn.TransformerDecoderLayer),
+        SEQ2SEQ,
+    )
+    x, memory = draw(B, T, D), draw(B, S, D)
+    mask = torch.eye(T, dtype=torch.bool) | (torch.rand(T, T) < 0.4)
+    torch.testing.assert_close(ours(x, memory, mask), theirs(x, memory, tgt_mask=~mask), **close)
+
+
+@pytest.mark.parametrize("path", [attend, attend_fused])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("masks", ["none", "mask", "mask of each row", "padding", "both"])
+def test_attention_equals_torch_with_inverted_masks(path, bias, cross, masks):
+    ours, theirs = copied(
+        MultiHeadAttention(D, H, bias=bias, attend=path),
+        nn.MultiheadAttention(D, H, bias=bias, batch_first=True, dtype=torch.float64),
+        ALONE,
+    )
+    x, memory = draw(B, T, D), draw(B, S, D)
+    n_keys, source, inputs = (S, memory, [x, memory]) if cross else (T, x, [x])
+    mask = padding_mask = per_head = None
+    if masks in ("mask", "both"):
+        per_head = mask = (torch.rand(T, n_keys) < 0.5).index_fill(1, torch.tensor([1]), True)
+    if masks == "mask of each row":
+        mask = (torch.rand(B, T, n_keys) < 0.5).index_fill(2, torch.tensor([1]), True)
+        per_head = mask.repeat_interleave(H, dim=0)
+    if masks in ("padding", "both"):
+        padding_mask = torch.arange(n_keys) < torch.tensor([[n_keys], [2], [3]])
+    their_out, _ = theirs(
+        x,
+        source,
+        source,
+        attn_mask=inverted(per_head),
+        key_padding_mask=inverted(padding_mask),
+        need_weights=False,
+    )
+    our_out, (k, v) = ours(x, memory if cross else None, mask=mask, key_padding_mask=padding_mask)
+    assert k.shape == v.shape == (B, H, n_keys, D // H)
+    assert_equal_with_gradients(ours, our_out, theirs, their_out, ALONE, inputs)
+
+
+@pytest.mark.parametrize("path", [attend, attend_fused])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("keep_shape", [None, (T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (S,)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attend_equals_scaled_dot_product_attention(path, groups, keep_shape, scale):
+    q, k, v = draw(B, 6, T, 4), draw(B, groups, S, 4), draw(B, groups, S, 3)
+    keep = None if keep_shape is None else (torch.rand(keep_shape) < 0.6) | (torch.arange(S) == 2)
+    wide_k, wide_v = (t.repeat_interleave(6 // groups, dim=1) for t in (k, v))
+    whole = None if keep is None else keep.expand(B, 1, T, S)  # torch takes no mask of one axis
+    wanted = F.scaled_dot_product_attention(q, wide_k, wide_v, whole, scale=scale)
+    got = path(q, k, v, keep, scale=scale)
+    torch.testing.assert_close(got, wanted, **close)
+    weighting = torch.randn_like(got)
+    for ours, theirs in zip(
+        torch.autograd.grad((got * weighting).sum(), [q, k, v]),
+        torch.autograd.grad((wanted * weighting).sum(), [q, k, v]),
+    ):
+        torch.testing.assert_close(ours, theirs, **close)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize("shape", [(D,), (T, D), (B, T, D), (2, B, T, D), (0, D)])
+def test_rms_norm_equals_torch(eps, shape):
+    ours, theirs = RMSNorm(D, eps).double(), randomised(nn.RMSNorm(D, eps).double())
+    ours.load_state_dict(theirs.state_dict())
+    x = draw(*shape)
+    torch.testing.assert_close(ours(x), theirs(x), **close)
+    for got, want in zip(
+        torch.autograd.grad(ours(x).sin().sum(), [ours.weight, x]),
+        torch.autograd.grad(theirs(x).sin().sum(), [theirs.weight, x]),
+    ):
+        torch.testing.assert_close(got, want, **close)
+
+
+def complex_rotation(x, turns):
+    """Channels i and i + r/2 of x as one complex number, times turns [T, r/2]."""
+    r = 2 * turns.shape[-1]
+    turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * turns
+    return torch.cat((turned.real, turned.imag, x[..., r:]), dim=-1)
+
+
+@pytest.mark.parametrize("r", [2, 4, 8])
+@pytest.mark.parametrize("start", [None, 0, 3, 295])
+@pytest.mark.parametrize("base", [10000.0, 7])
+def test_rotation_equals_complex_multiplication(r, start, base):
+    cos, sin = build_rope_cache(300, r, base)
+    first = start or 0
+    angles = torch.arange(first, first + T).double()[:, None] * base ** (
+        -torch.arange(0, r, 2).double() / r
+    )
+    exact = torch.polar(torch.ones_like(angles), angles)
+    stored = torch.complex(exact.real.float().double(), exact.imag.float().double())
+    x = draw(B, 2, T, 8)
+    tables = (cos[:T], sin[:T]) if start is None else (cos, sin, start)
+    got = apply_rope(x, *tables)
+    torch.testing.assert_close(got, complex_rotation(x, stored), **close)
+    torch.testing.assert_close(got, complex_rotation(x, exact), rtol=0, atol=1e-6)
+    weighting = torch.randn_like(got)
+    (ours,) = torch.autograd.grad((got * weighting).sum(), [x])
+    (theirs,) = torch.autograd.grad((complex_rotation(x, stored) * weighting).sum(), [x])
+    torch.testing.assert_close(ours, theirs, **close)
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0, 3])
+def test_rope_tables_are_the_exact_ones_rounded_to_float32(base):
+    cos, sin = build_rope_cache(5000, 6, base)
+    assert cos.shape == sin.shape == (5000, 6)
+    angles = torch.arange(5000).double()[:, None] * base ** (-torch.arange(0, 6, 2).double() / 6)
+    for table, exact in ((cos, angles.cos()), (sin, angles.sin())):
+        assert table.dtype == torch.float32
+        torch.testing.assert_close(table.double(), exact.repeat(1, 2), rtol=0, atol=3.1e-8)
+
+
+@pytest.mark.parametrize("d_model", [1, 6, 7])
+def test_sinusoidal_table_is_a_sine_and_a_cosine_for_each_frequency(d_model):
+    table = sinusoidal_positions(400, d_model)
+    assert (table.shape, table.dtype) == ((400, d_model), torch.float32)
+    for channel in range(d_model):
+        wave = (torch.sin, torch.cos)[channel % 2]
+        angles = torch.arange(400).double() / 10000 ** (2 * (channel // 2) / d_model)
+        torch.testing.assert_close(table[:, channel].double(), wave(angles), rtol=0, atol=3.1e-8)

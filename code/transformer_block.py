@@ -1,0 +1,2821 @@
+"""Transformer blocks from 2017 to today: every part written out, and proved by fifteen demos.
+
+    python3 code/transformer_block.py                  run the fifteen demos
+    python3 code/transformer_block.py D04 D08          only those
+    python3 code/transformer_block.py --list           what each demo proves
+    python3 code/transformer_block.py --show NAME      print a definition with all it needs
+
+Letters: B batch, T length of the stream, S length of what is attended to (memory, or cached and
+new keys), d d_model, H n_q_heads, G n_kv_heads, d_h head_dim, h d_ff, V vocab_size.
+
+Masks are bool and True means "may attend", as in torch.nn.functional.scaled_dot_product_attention
+and the opposite of key_padding_mask in torch.nn.MultiheadAttention. Rotation pairs channel i with
+channel i + r/2 (half-split); the other layout pairs 2i with 2i + 1.
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import functools
+import gc
+import inspect
+import itertools
+import math
+import operator
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# =============================================================================================
+# Argument checks: they raise before anything is changed, and also under python -O
+# =============================================================================================
+
+
+def require_value(kind: type, above: int = 0, **values: object) -> None:
+    """Refuse values of another kind: int or float (ints too) above a bound, or Callable."""
+    for name, value in values.items():
+        kinds = (int, float) if kind is float else kind
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f"{name} must be {kind.__name__}, got {value!r}")
+        if kind is not Callable and not above < value < 2**63:
+            raise ValueError(f"{name} must be above {above} and finite, got {value}")
+
+
+def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "floating",
+                   layer: nn.Module | None = None) -> torch.Size:  # fmt: skip
+    """Refuse a tensor of another shape or kind of dtype ("floating", "bool", "integer").
+
+    In shape a str names an axis of any size and a leading ... stands for any number of axes.
+    With a layer, the dtype must be that of its weight, except under autocast. Returns the shape.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    came = "bool" if tensor.dtype == torch.bool else "integer"
+    came = "floating" if tensor.is_floating_point() else came
+    if came != kind or tensor.is_complex():
+        raise TypeError(f"{name} must have a {kind} dtype, got {tensor.dtype}")
+    weight = getattr(layer, "weight", None)
+    like = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else kind
+    if like not in (kind, tensor.dtype) and not torch.is_autocast_enabled(tensor.device.type):
+        raise TypeError(f"{name} must be {like} as the weights are, got {tensor.dtype}")
+    wanted, sizes = shape, tensor.shape
+    if shape[0] is ...:
+        wanted = shape[1:]
+        sizes = tensor.shape[tensor.dim() - len(wanted) :]
+    if len(wanted) != len(sizes) or any(
+        want != have and not isinstance(want, str) for want, have in zip(wanted, sizes)
+    ):
+        axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
+        raise ValueError(f"{name} must have shape [{axes}], got {list(tensor.shape)}")
+    return tensor.shape
+
+
+def require_attention_inputs(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """Refuse what attend and attend_fused cannot combine; returns keep with four axes."""
+    B, H, T, head_dim = require_tensor("q", q, "B", "H", "T", "head_dim")
+    _, G, S, _ = require_tensor("k", k, B, "G", "S", head_dim)
+    require_tensor("v", v, B, G, S, "d_v")
+    if not head_dim or not G or H % G:
+        raise ValueError(f"q needs a head_dim and a multiple of {G} heads, got {list(q.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if scale is not None:
+        require_value(float, scale=scale)
+    if keep is None:
+        return None
+    require_tensor("keep", keep, ..., kind="bool")
+    sizes = zip(reversed(keep.shape), (S, T, 1, B))
+    if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
+        raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
+    return keep[(None,) * (4 - keep.dim())]
+
+
+# =============================================================================================
+# Positions, masks, rotation (notes §2, §4, §7.3)
+# =============================================================================================
+
+
+def build_causal_mask(
+    q_positions: Tensor, k_positions: Tensor, window: int | None = None
+) -> Tensor:
+    """Which key positions each query position may attend to: bool [Tq, Tk], True = may attend.
+
+    Positions are absolute, integer, 1-D: with a cache the queries start where the cache ends.
+    window=W keeps the last W positions, the query's own included.
+    """
+    require_tensor("q_positions", q_positions, "Tq", kind="integer")
+    require_tensor("k_positions", k_positions, "Tk", kind="integer")
+    distance = q_positions.long()[:, None] - k_positions.long()  # (Tq, Tk)
+    if window is None:
+        return distance >= 0
+    require_value(int, window=window)
+    return (distance >= 0) & (distance < window)
+
+
+def build_rope_cache(max_len: int, head_dim: int, base: float = 10000.0, *,
+                     device: torch.device | str | None = None,
+                     dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tables (cos, sin) of rotary positions, each [max_len, head_dim], half-split layout.
+
+    Channel i and channel i + head_dim/2 turn by position * base^(-2i/head_dim) radians (RoFormer,
+    arXiv:2104.09864 §3.2.2, whose pairs are 2i and 2i + 1). Angles are float64, and the tables
+    are rounded to float32 once, so that every dtype sees the same table: angles built in bfloat16
+    are wrong from position 257 on.
+    """
+    require_value(int, max_len=max_len, head_dim=head_dim)
+    require_value(float, base=base)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even to rotate channel pairs, got {head_dim}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating, got {dtype}")
+    device = torch.get_default_device() if device is None else device
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    positions = torch.arange(max_len, device="cpu")
+    angles = torch.outer(positions, base**-exponents).repeat(1, 2)  # (max_len, head_dim)
+    return angles.cos().float().to(device, dtype), angles.sin().float().to(device, dtype)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, start: int | None = None) -> Tensor:
+    """Rotate the first r channels of x [B, n, T, head_dim] by tables cos and sin [T, r], r even.
+
+    With start, by rows start … start + T of longer tables. Channels from r on pass through
+    (partial rotation, GPT-J and GPT-NeoX). Computed in at least float32, returned in x's dtype.
+    """
+    _, _, T, head_dim = require_tensor("x", x, "B", "n", "T", "head_dim")
+    if cos is None or sin is None:
+        raise ValueError("cos and sin must be tables to rotate by, got None")
+    rows, r = require_tensor("cos", cos, T if start is None else "max_len", "r")
+    require_tensor("sin", sin, rows, r)
+    if r % 2 or r > head_dim:
+        raise ValueError(f"cos must have an even width of at most {head_dim}, got {r}")
+    if start is not None:
+        if start + T > rows:
+            raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
+        cos, sin = cos[start : start + T], sin[start : start + T]
+    turning, passing = x[..., :r], x[..., r:]
+    turning = turning.float() if x.dtype in (torch.float16, torch.bfloat16) else turning
+    cos, sin = cos.to(turning), sin.to(turning)
+    first, second = turning.chunk(2, dim=-1)  # [a b c d] pairs (a, c) and (b, d), not (a, b)
+    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin  # (B, n, T, r)
+    return torch.cat((turned.to(x.dtype), passing), dim=-1)  # (B, n, T, head_dim)
+
+
+def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
+    """The fixed table of 2017, [max_len, d_model] float32: sines on even channels, cosines on odd.
+
+    It is added to the embeddings, outside every block (arXiv:1706.03762 §3.5).
+    """
+    require_value(int, max_len=max_len, d_model=d_model)
+    positions = torch.arange(max_len, device="cpu")
+    channels = torch.arange(d_model, device="cpu")
+    frequencies = 10000.0 ** (-(channels - channels % 2).double() / d_model)
+    angles = torch.outer(positions, frequencies)  # (max_len, d_model)
+    table = torch.where(channels % 2 == 0, angles.sin(), angles.cos())  # (max_len, d_model)
+    return table.to(torch.get_default_device(), torch.float32)
+
+
+# =============================================================================================
+# KV cache (notes §5)
+# =============================================================================================
+
+
+class KVCache:
+    """Keys and values of one attention layer, so that decoding projects each token once.
+
+    k [B, G, next_pos, width_k] and v [B, G, next_pos, width_v] are views of what is stored, None
+    when it is empty. With grad mode off, append writes into a buffer that doubles when it is full
+    (with max_len it has that length from the start): views of positions cut off by truncate or
+    reset may be written over. With grad mode on it concatenates, because a tensor that autograd
+    has saved must not be written to. A refused append changes nothing, and a `with` block on the
+    cache takes back what was appended when it is left by an error.
+    """
+
+    def __init__(self, max_len: int | None = None):
+        if max_len is not None:
+            require_value(int, max_len=max_len)
+        self.max_len = max_len
+        self.next_pos = 0  # the position the next token takes
+        self._k = self._v = None  # buffers [B, G, room, width], room >= next_pos
+        self._writable = False  # whether the room behind next_pos may be written to
+        self._marks: list[int] = []  # next_pos at each `with` not yet left
+
+    @property
+    def k(self) -> Tensor | None:
+        return self._k[:, :, : self.next_pos] if self.next_pos else None
+
+    @property
+    def v(self) -> Tensor | None:
+        return self._v[:, :, : self.next_pos] if self.next_pos else None
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Put [B, G, T, width] keys and values behind what is stored; returns all that is stored.
+
+        Raises ValueError for a shape that does not continue it or more than max_len positions,
+        TypeError for another dtype or device.
+        """
+        B, G, T, _ = require_tensor("k_new", k_new, "B", "G", "T", "width")
+        require_tensor("v_new", v_new, B, G, T, "width")
+        for name, new, stored in (("k_new", k_new, self.k), ("v_new", v_new, self.v)):
+            like = k_new if stored is None else stored
+            if (new.dtype, new.device) != (like.dtype, like.device):
+                came, wanted = (f"{t.dtype} on {t.device}" for t in (new, like))
+                raise TypeError(f"{name} must be {wanted}, got {came}")
+            if stored is not None:
+                require_tensor(name, new, *stored.shape[:2], T, stored.shape[3])
+        end = self.next_pos + T
+        if self.max_len is not None and end > self.max_len:
+            raise ValueError(f"max_len={self.max_len} positions cannot hold {end}")
+        self._k, self._v = self._extended(self._k, k_new, end), self._extended(self._v, v_new, end)
+        self._writable = not torch.is_grad_enabled()
+        self.next_pos = end
+        return self._k[:, :, :end], self._v[:, :, :end]
+
+    def _extended(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
+        """The buffer with new at next_pos … end, or a new buffer where it has no such room."""
+        start = self.next_pos
+        if torch.is_grad_enabled():
+            return torch.cat((buffer[:, :, :start], new), dim=2) if start else new.clone()
+        if buffer is None or not self._writable or not self._has_room(buffer, new, end):
+            room = self.max_len or start + end  # exact at first, at least double afterwards
+            grown = new.new_empty((*new.shape[:2], room, new.shape[3]))
+            if start:
+                grown[:, :, :start] = buffer[:, :, :start]
+            buffer = grown
+        buffer[:, :, start:end] = new
+        return buffer
+
+    @staticmethod
+    def _has_room(buffer: Tensor, new: Tensor, end: int) -> bool:
+        # torch refuses to write into a tensor made under inference_mode once outside of it
+        open_to_write = torch.is_inference_mode_enabled() or not buffer.is_inference()
+        like = (*new.shape[:2], buffer.shape[2], new.shape[3]), new.dtype, new.device
+        fits = end <= buffer.shape[2] and like == (buffer.shape, buffer.dtype, buffer.device)
+        return open_to_write and fits
+
+    def reset(self) -> None:
+        """Forget everything; with max_len the memory is kept."""
+        self.next_pos = 0
+        if self.max_len is None:
+            self._k = self._v = None
+
+    def truncate(self, length: int) -> None:
+        """Keep the first length positions: what speculative decoding rolls back with."""
+        require_value(int, above=-1, length=length)
+        if length > self.next_pos:
+            raise ValueError(f"length must be at most next_pos={self.next_pos}, got {length}")
+        self.next_pos = length
+
+    def __enter__(self) -> None:
+        self._marks.append(self.next_pos)
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        start = self._marks.pop()
+        if error is not None:
+            self.next_pos = start
+
+    def __deepcopy__(self, _memo: dict) -> "KVCache":
+        copied = KVCache(self.max_len)
+        if self.next_pos:
+            copied._k, copied._v, copied.next_pos = self.k.clone(), self.v.clone(), self.next_pos
+        return copied
+
+    def __copy__(self) -> "KVCache":
+        return self.__deepcopy__({})  # two caches must not write into one buffer
+
+
+# =============================================================================================
+# Norm and attention (notes §1, §4, §5, §7.2)
+# =============================================================================================
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467 §4).
+
+    Versus LayerNorm: no mean is subtracted and no bias added. Computed in at least float32, where
+    a float16 value over 255 cannot overflow when squared; returned in the dtype of x.
+    """
+
+    def __init__(self, d_model: int, eps: float = 1e-6):
+        super().__init__()
+        require_value(int, d_model=d_model)
+        require_value(float, eps=eps)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_tensor("x", x, ..., self.weight.shape[0])
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (normed * self.weight).to(x.dtype)  # Llama rounds before the weight, Gemma here
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
+           scale: float | None = None, logit_softcap: float | None = None) -> Tensor:  # fmt: skip
+    """softmax(scale * q k^T) v, written out (arXiv:1706.03762 §3.2.1; groups arXiv:2305.13245).
+
+    q [B, H, T, d_h], k [B, G, S, d_h], v [B, G, S, d_v], keep bool (True = may attend) that
+    broadcasts to [B, 1, T, S]; returns [B, H, T, d_v]. Query head i reads KV head i // (H / G).
+    scale is d_h^-0.5 by default. logit_softcap=c replaces a score s by c * tanh(s / c) before
+    the mask. A query that may attend to nothing gets zeros.
+    """
+    keep = require_attention_inputs(q, k, v, keep, scale)
+    (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    # The query heads of a group become further rows of one matrix product with their KV head, so
+    # K and V are never copied out to H heads. Scaled first: half precision overflows later.
+    q = (q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)
+    scores = q @ k.mT  # (B, G, H/G*T, S)
+    scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
+    if logit_softcap is not None:
+        require_value(float, logit_softcap=logit_softcap)
+        scores = logit_softcap * torch.tanh(scores / logit_softcap)
+    if keep is not None:
+        # A softmax over nothing but -inf is NaN, in its gradient too: such a row stays open here
+        # and its output is set to zero below.
+        alive = keep.any(dim=-1, keepdim=True)
+        blocked = alive & ~keep
+        scores = scores.view(B, H, T, S).masked_fill(blocked, -math.inf).view_as(scores)
+    out = scores.softmax(dim=-1).to(v.dtype) @ v  # (B, G, H/G*T, d_v)
+    out = out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
+    return out if keep is None else out.masked_fill(~alive, 0)
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
+                 scale: float | None = None,
+                 logit_softcap: float | None = None) -> Tensor:  # fmt: skip
+    """The result of attend through torch's fused kernel, which keeps no T x S scores.
+
+    The kernel has no soft cap (ValueError). On CPU, torch 2.13 turns a query row of NaN into
+    numbers when there is no mask; attend never does.
+    """
+    keep = require_attention_inputs(q, k, v, keep, scale)
+    if logit_softcap is not None:
+        raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=grouped)
+
+
+class MultiHeadAttention(nn.Module):
+    """Self- or cross-attention with H query heads and G KV heads: MHA G = H, GQA, MQA G = 1.
+
+    forward takes x [B, T, d] and returns (out [B, T, d], (k, v)), k and v [B, G, S, d_h] being all
+    that was attended over. mask is bool [T, S] or [B, T, S], key_padding_mask bool [B, S], True =
+    may attend; no mask is added here, causality is the blocks' business. memory [B, S, d] makes it
+    cross-attention. With rope=True, rows start_pos … of the tables cos and sin turn q and k; keys
+    are cached turned, values are never turned. qk_norm norms each head of q and k before that.
+    """
+
+    def __init__(self, d_model: int, n_q_heads: int, n_kv_heads: int | None = None, *,
+                 head_dim: int | None = None, bias: bool = False, qkv_bias: bool | None = None,
+                 rope: bool = False, qk_norm: bool = False, scale: float | None = None,
+                 logit_softcap: float | None = None, norm_eps: float = 1e-6,
+                 attend: Callable[..., Tensor] = attend):  # fmt: skip
+        super().__init__()
+        n_kv_heads = n_q_heads if n_kv_heads is None else n_kv_heads
+        require_value(int, d_model=d_model, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads)
+        if head_dim is None and d_model % n_q_heads:
+            raise ValueError(f"n_q_heads={n_q_heads} must divide d_model={d_model}")
+        head_dim = d_model // n_q_heads if head_dim is None else head_dim
+        require_value(int, head_dim=head_dim)
+        if n_q_heads % n_kv_heads:
+            raise ValueError(f"n_kv_heads={n_kv_heads} must divide n_q_heads={n_q_heads}")
+        if rope and head_dim % 2:
+            raise ValueError(f"head_dim must be even with rope=True, got {head_dim}")
+        if scale is not None:
+            require_value(float, scale=scale)
+        require_value(Callable, attend=attend)
+        if logit_softcap is not None:  # a kernel without soft cap refuses now, not in forward
+            attend(*torch.empty(3, *[1] * 4), logit_softcap=logit_softcap)
+        self.d_model, self.n_kv_heads, self.head_dim = d_model, n_kv_heads, head_dim
+        self.rope, self.scale, self.logit_softcap, self.attend = rope, scale, logit_softcap, attend
+        qkv_bias = bias if qkv_bias is None else qkv_bias
+        self.q_proj = nn.Linear(d_model, n_q_heads * head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(n_q_heads * head_dim, d_model, bias=bias)
+        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, cos: Tensor | None = None,
+                sin: Tensor | None = None, kv_cache: "KVCache | None" = None,
+                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.q_proj)
+        start = self.start_position(start_pos, kv_cache)
+        source, cached = x, 0 if kv_cache is None else start
+        if memory is not None:
+            if self.rope or kv_cache is not None:
+                raise ValueError("memory (cross-attention) goes without rope=True and kv_cache")
+            require_tensor("memory", memory, B, "S", self.d_model, layer=self.k_proj)
+            source = memory
+        keep = self.combined_mask(mask, key_padding_mask, B, T, cached + source.shape[1])
+        q = self.q_norm(self.split_heads(self.q_proj(x)))  # (B, H, T, head_dim)
+        k = self.k_norm(self.split_heads(self.k_proj(source)))  # (B, G, S, head_dim)
+        v = self.split_heads(self.v_proj(source))  # (B, G, S, head_dim)
+        if self.rope:
+            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)
+        with kv_cache or contextlib.nullcontext():  # takes back what it got when the rest fails
+            if kv_cache is not None:
+                k, v = kv_cache.append(k, v)
+            out = self.attend(q, k, v, keep, scale=self.scale, logit_softcap=self.logit_softcap)
+            return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+
+    def split_heads(self, projected: Tensor) -> Tensor:
+        """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard."""
+        if projected.shape[-1] % self.head_dim:
+            raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
+                             f"head_dim={self.head_dim}: the ranks must divide "
+                             f"n_kv_heads={self.n_kv_heads}")  # fmt: skip
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    @staticmethod
+    def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
+        """The position of the first token: the next one of the cache, else start_pos or 0."""
+        if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
+            raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
+        start = 0 if kv_cache is None else kv_cache.next_pos
+        start_pos = start if start_pos is None else start_pos
+        require_value(int, above=-1, start_pos=start_pos)
+        if kv_cache is not None and start_pos != start:
+            raise ValueError(f"start_pos must be the cache's next_pos={start}, got {start_pos}")
+        return start_pos
+
+    @staticmethod
+    def combined_mask(mask: Tensor | None, key_padding_mask: Tensor | None,
+                      B: int, T: int, S: int) -> Tensor | None:  # fmt: skip
+        """What both masks allow, as one that broadcasts to [B, 1, T, S]."""
+        if mask is not None:
+            batch = (B,) if getattr(mask, "ndim", None) == 3 else ()
+            require_tensor("mask", mask, *batch, T, S, kind="bool")
+            mask = mask[:, None] if batch else mask
+        if key_padding_mask is None:
+            return mask
+        require_tensor("key_padding_mask", key_padding_mask, B, S, kind="bool")
+        padding = key_padding_mask[:, None, None]  # (B, 1, 1, S)
+        return padding if mask is None else mask & padding
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """DeepSeek's latent attention (MLA, arXiv:2405.04434 §2.1): the cache holds no heads.
+
+    Versus MultiHeadAttention: K and V of all heads are one linear map (kv_up) of a normed latent
+    of width kv_rank, and position enters through one rotated key of width rope_dim that all heads
+    share. forward is the same, without memory. The k it returns and caches is [latent | shared
+    key], [B, 1, S, kv_rank + rope_dim]; v is empty (width 0). Rotation is half-split, DeepSeek's
+    own pairs channels 2i and 2i + 1: its weights load with those rows permuted.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, kv_rank: int, rope_dim: int,
+                 nope_dim: int, v_dim: int, q_rank: int | None = None):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, n_heads=n_heads, kv_rank=kv_rank, v_dim=v_dim)
+        require_value(int, rope_dim=rope_dim, nope_dim=nope_dim)
+        if rope_dim % 2:
+            raise ValueError(f"rope_dim must be even, got {rope_dim}")
+        self.d_model, self.kv_rank, self.rope_dim = d_model, kv_rank, rope_dim
+        self.nope_dim, self.v_dim, self.q_rank = nope_dim, v_dim, q_rank
+        self.scale = (nope_dim + rope_dim) ** -0.5
+        q_width = n_heads * (nope_dim + rope_dim)
+        if q_rank is None:
+            self.q_proj = nn.Linear(d_model, q_width, bias=False)
+        else:
+            require_value(int, q_rank=q_rank)
+            self.q_down = nn.Linear(d_model, q_rank, bias=False)
+            self.q_norm = RMSNorm(q_rank)
+            self.q_up = nn.Linear(q_rank, q_width, bias=False)
+        self.kv_down = nn.Linear(d_model, kv_rank + rope_dim, bias=False)
+        self.kv_norm = RMSNorm(kv_rank)
+        self.kv_up = nn.Linear(kv_rank, n_heads * (nope_dim + v_dim), bias=False)
+        self.o_proj = nn.Linear(n_heads * v_dim, d_model, bias=False)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, cos: Tensor | None = None,
+                sin: Tensor | None = None, kv_cache: "KVCache | None" = None,
+                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.kv_down)
+        start = MultiHeadAttention.start_position(start_pos, kv_cache)
+        cached = 0 if kv_cache is None else start
+        keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)
+        if cos is not None:  # a narrower table would turn a part of the shared key only
+            require_tensor("cos", cos, "max_len", self.rope_dim)
+
+        q = self.q_proj(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).transpose(1, 2)
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
+        q_rope = apply_rope(q_rope, cos, sin, start)  # (B, H, T, rope_dim)
+        latent, k_rope = self.kv_down(x)[:, None].split((self.kv_rank, self.rope_dim), dim=-1)
+        k_rope = apply_rope(k_rope, cos, sin, start)  # (B, 1, T, rope_dim)
+        k = torch.cat((self.kv_norm(latent), k_rope), dim=-1)  # (B, 1, T, kv_rank+rope_dim)
+        v = k[..., :0]
+        with kv_cache or contextlib.nullcontext():
+            if kv_cache is not None:
+                k, v = kv_cache.append(k, v)
+            attention = self.absorbed if cached else self.expanded
+            out = attention(q_nope, q_rope, k, keep)  # (B, H, T, v_dim)
+            return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+
+    def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:
+        """Keys and values of every head are computed from the latent: cheaper for many queries."""
+        latent, k_rope = k.split((self.kv_rank, self.rope_dim), dim=-1)
+        up = self.kv_up(latent[:, 0]).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_nope, v = up.transpose(1, 2).split((self.nope_dim, self.v_dim), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
+        return attend(torch.cat((q_nope, q_rope), dim=-1), k, v, keep)  # the scale is the default
+
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:
+        """The queries go down to the latent instead: q (W c) = (q W) c, and no key is expanded.
+
+        One KV head serves all H query heads, so a step reads kv_rank + rope_dim numbers a token.
+        """
+        up = self.kv_up.weight.unflatten(0, (-1, self.nope_dim + self.v_dim))
+        k_up, v_up = up.split((self.nope_dim, self.v_dim), dim=1)  # (H, nope or v_dim, kv_rank)
+        q = torch.cat((q_nope @ k_up, q_rope), dim=-1)  # (B, H, T, kv_rank+rope_dim)
+        out = attend(q, k, k[..., : self.kv_rank], keep, scale=self.scale)  # (B, H, T, kv_rank)
+        return out @ v_up.mT  # (B, H, T, v_dim)
+
+
+# =============================================================================================
+# Feed-forward networks (notes §1, §4, §6)
+# =============================================================================================
+
+
+class DenseFFN(nn.Module):
+    """down(act(up(x))), [..., d] -> [..., d] (arXiv:1706.03762 §3.3)."""
+
+    def __init__(self, d_model: int, d_ff: int, act: Callable[[Tensor], Tensor] = F.gelu,
+                 bias: bool = False):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, d_ff=d_ff)
+        require_value(Callable, act=act)
+        self.d_model, self.act = d_model, act
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_tensor("x", x, ..., self.d_model, layer=self.up)
+        return self.down(self.act(self.up(x)))
+
+
+class GatedFFN(nn.Module):
+    """down(act(gate(x)) * up(x)), [..., d] -> [..., d]: SwiGLU with silu (arXiv:2002.05202 §2).
+
+    Versus DenseFFN: a third matrix, and the activation scales a linear branch.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, act: Callable[[Tensor], Tensor] = F.silu,
+                 bias: bool = False):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, d_ff=d_ff)
+        require_value(Callable, act=act)
+        self.d_model, self.act = d_model, act
+        self.gate = nn.Linear(d_model, d_ff, bias=bias)
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_tensor("x", x, ..., self.d_model, layer=self.up)
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class MoEFFN(nn.Module):
+    """Each token goes to its likeliest expert, [..., d] -> [..., d] (Switch, arXiv:2101.03961 §2).
+
+    The output is that expert's times its router probability, which is not renormalised: over one
+    expert it would be 1, and the router would never learn. After a forward, tokens_per_expert
+    counts the tokens, and aux_loss is Switch's balance loss without its coefficient, E * sum(f P)
+    with f the share of tokens and P the mean probability of an expert.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, n_experts: int = 4, top_k: int = 1):
+        super().__init__()
+        require_value(int, n_experts=n_experts)
+        if top_k != 1:
+            raise NotImplementedError(f"top_k must be 1, got {top_k!r}")
+        self.d_model = d_model
+        self.experts = nn.ModuleList(GatedFFN(d_model, d_ff) for _ in range(n_experts))
+        self.router = nn.Linear(d_model, n_experts, bias=False)
+        self.tokens_per_expert: list[int] | None = None
+        self.aux_loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_tensor("x", x, ..., self.d_model, layer=self.router)
+        tokens = x.reshape(-1, self.d_model)  # (N, d)
+        logits = self.router(tokens)  # (N, E)
+        logits = logits.float() if x.dtype in (torch.float16, torch.bfloat16) else logits
+        probs = logits.softmax(dim=1)  # (N, E)
+        weight, expert = probs.max(dim=1)  # (N)
+        counts = expert.bincount(minlength=len(self.experts))  # (E)
+        self.tokens_per_expert = counts.tolist()  # the one synchronisation with the host
+        n_tokens = max(len(tokens), 1)
+        share, mean_prob = counts.to(probs) / n_tokens, probs.sum(dim=0) / n_tokens  # (E)
+        self.aux_loss = len(self.experts) * (share * mean_prob).sum()
+        out = torch.empty_like(tokens)  # (N, d)
+        groups = expert.argsort().split(self.tokens_per_expert)  # token indices of each expert
+        for ffn, rows in zip(self.experts, groups):
+            if len(rows):  # an idle expert is not called, and gets no gradient
+                out[rows] = (weight[rows, None] * ffn(tokens[rows])).to(out.dtype)
+        return out.view_as(x)
+
+    def __getstate__(self) -> dict:
+        """For copy and pickle, which take no tensor with a graph behind it."""
+        aux_loss = None if self.aux_loss is None else self.aux_loss.detach()
+        return {**self.__dict__, "aux_loss": aux_loss}
+
+
+# =============================================================================================
+# Blocks: one class per topology (notes §1, §2, §3, §7.1)
+# =============================================================================================
+
+
+def default_causal_mask(x: Tensor, kv_cache: "KVCache | None" = None) -> Tensor:
+    """The mask a decoder block uses when it is given none: bool [T, cached + T]."""
+    start = MultiHeadAttention.start_position(None, kv_cache)
+    positions = torch.arange(start + x.shape[1], device=x.device)  # (S)
+    return positions <= positions[start:, None]  # (T, S)
+
+
+class VanillaEncoderLayer2017(nn.Module):
+    """Post-LN encoder layer of 2017 and of BERT (arXiv:1706.03762 §3.1): each add is normed.
+
+    x ─┬─ attn ─ + ─ ln1 ─┬─ ffn ─ + ─ ln2 ─
+       └─────────┘        └────────┘
+    Every position sees every position; key_padding_mask [B, T] leaves padding out.
+    """
+
+    def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
+                 act: Callable[[Tensor], Tensor] = F.relu, eps: float = 1e-5):  # fmt: skip
+        super().__init__()
+        require_value(float, eps=eps)
+        self.attn = MultiHeadAttention(d_model, n_heads, bias=True)
+        self.ffn = DenseFFN(d_model, d_ff, act, bias=True)
+        self.ln1 = nn.LayerNorm(d_model, eps)
+        self.ln2 = nn.LayerNorm(d_model, eps)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.ln1(x + self.attn(x, key_padding_mask=key_padding_mask)[0])
+        return self.ln2(x + self.ffn(x))
+
+
+class VanillaSeq2SeqDecoderLayer2017(nn.Module):
+    """Post-LN decoder layer of 2017: causal self-attention, then cross-attention to memory.
+
+    x ─┬─ self_attn ─ + ─ ln1 ─┬─ cross_attn(memory) ─ + ─ ln2 ─┬─ ffn ─ + ─ ln3 ─
+       └──────────────┘        └───────────────────────┘        └────────┘
+    Versus VanillaEncoderLayer2017: a third sublayer, and a causal mask in the first. memory
+    [B, S, d] is the encoder's output; x and memory have a padding mask each.
+    """
+
+    def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
+                 act: Callable[[Tensor], Tensor] = F.relu, eps: float = 1e-5):  # fmt: skip
+        super().__init__()
+        require_value(float, eps=eps)
+        self.d_model = d_model
+        self.self_attn = MultiHeadAttention(d_model, n_heads, bias=True)
+        self.cross_attn = MultiHeadAttention(d_model, n_heads, bias=True)
+        self.ffn = DenseFFN(d_model, d_ff, act, bias=True)
+        self.ln1 = nn.LayerNorm(d_model, eps)
+        self.ln2 = nn.LayerNorm(d_model, eps)
+        self.ln3 = nn.LayerNorm(d_model, eps)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, *,
+                key_padding_mask: Tensor | None = None,
+                memory_key_padding_mask: Tensor | None = None) -> Tensor:  # fmt: skip
+        B, _, _ = require_tensor("x", x, "B", "T", self.d_model)
+        _, S, _ = require_tensor("memory", memory, B, "S", self.d_model)
+        if memory_key_padding_mask is not None:
+            require_tensor("memory_key_padding_mask", memory_key_padding_mask, B, S, kind="bool")
+        mask = default_causal_mask(x) if mask is None else mask
+        x = self.ln1(x + self.self_attn(x, mask=mask, key_padding_mask=key_padding_mask)[0])
+        x = self.ln2(x + self.cross_attn(x, memory, key_padding_mask=memory_key_padding_mask)[0])
+        return self.ln3(x + self.ffn(x))
+
+
+class GPT2StyleDecoderLayer(nn.Module):
+    """Pre-LN decoder block of GPT-2: norms inside the branches, the stream itself is never normed.
+
+    x ─┬─ norm1 ─ attn ─ + ─┬─ norm2 ─ ffn ─ + ─
+       └─────────────────┘  └────────────────┘
+    Versus the layers of 2017: Pre-LN, no cross-attention, GELU; the stack ends in a final norm.
+    Positions are added to the embeddings, outside. GPT-2 itself uses the tanh form of GELU.
+    """
+
+    def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
+                 act: Callable[[Tensor], Tensor] = F.gelu, eps: float = 1e-5):  # fmt: skip
+        super().__init__()
+        require_value(float, eps=eps)
+        self.d_model = d_model
+        self.attn = MultiHeadAttention(d_model, n_heads, bias=True)
+        self.ffn = DenseFFN(d_model, d_ff, act, bias=True)
+        self.norm1 = nn.LayerNorm(d_model, eps)
+        self.norm2 = nn.LayerNorm(d_model, eps)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *,
+                key_padding_mask: Tensor | None = None,
+                kv_cache: "KVCache | None" = None) -> Tensor:  # fmt: skip
+        require_tensor("x", x, "B", "T", self.d_model, layer=self.norm1)
+        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
+        with kv_cache or contextlib.nullcontext():
+            x = x + self.attn(self.norm1(x), **seen)[0]
+            return x + self.ffn(self.norm2(x))
+
+
+class ModernDecoderBlock(nn.Module):
+    """Pre-RMSNorm decoder block of Llama, Mistral, Qwen: RoPE, grouped KV heads, SwiGLU.
+
+    x ─┬─ norm1 ─ attn ─ + ─┬─ norm2 ─ ffn ─ + ─
+       └─────────────────┘  └────────────────┘
+    Versus GPT2StyleDecoderLayer: RMSNorm, rotation inside attention, GQA, a gated FFN, no biases.
+    attn and ffn replace the default sublayers, e.g. MultiHeadLatentAttention or MoEFFN.
+    """
+
+    def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
+                 d_ff: int = 256, *, attn: nn.Module | None = None,
+                 ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        if attn is None:
+            attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
+        ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
+        require_value(Callable, attn=attn, ffn=ffn)
+        self.d_model, self.attn, self.ffn = d_model, attn, ffn
+        self.norm1 = RMSNorm(d_model, eps)
+        self.norm2 = RMSNorm(d_model, eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
+                key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
+                start_pos: int | None = None) -> Tensor:  # fmt: skip
+        require_tensor("x", x, "B", "T", self.d_model)
+        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
+        with kv_cache or contextlib.nullcontext():
+            x = x + self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]
+            return x + self.ffn(self.norm2(x))
+
+
+class ParallelDecoderBlock(nn.Module):
+    """Parallel decoder block of GPT-J (one norm) and GPT-NeoX (two): both branches read x.
+
+       ┌─ norm ─┬─ attn ─┐              ┌─ norm ───── attn ─┐
+    x ─┤        └─ ffn ──┤           x ─┼─ ffn_norm ─ ffn ──┤       (shared_norm=False)
+       └──────────────── + ─            └────────────────── + ─
+    Versus GPT2StyleDecoderLayer: the FFN does not see what attention wrote, and no biases. A
+    norm of its own for the FFN does not make the block serial.
+    """
+
+    def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int | None = None,
+                 d_ff: int = 384, *, attn: nn.Module | None = None, ffn: nn.Module | None = None,
+                 shared_norm: bool = True, eps: float = 1e-5):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model)
+        require_value(float, eps=eps)
+        attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads) if attn is None else attn
+        ffn = DenseFFN(d_model, d_ff) if ffn is None else ffn
+        require_value(Callable, attn=attn, ffn=ffn)
+        self.d_model, self.attn, self.ffn = d_model, attn, ffn
+        self.norm = nn.LayerNorm(d_model, eps)
+        self.ffn_norm = None if shared_norm else nn.LayerNorm(d_model, eps)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, cos: Tensor | None = None,
+                sin: Tensor | None = None, key_padding_mask: Tensor | None = None,
+                kv_cache: "KVCache | None" = None,
+                start_pos: int | None = None) -> Tensor:  # fmt: skip
+        require_tensor("x", x, "B", "T", self.d_model, layer=self.norm)
+        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
+        h = self.norm(x)
+        with kv_cache or contextlib.nullcontext():
+            attended = self.attn(h, cos=cos, sin=sin, start_pos=start_pos, **seen)[0]
+            return x + attended + self.ffn(h if self.ffn_norm is None else self.ffn_norm(x))
+
+
+class BranchNormDecoderBlock(nn.Module):
+    """Decoder block of Gemma-2 and Gemma-3: each branch is normed on its way in and on its way out.
+
+    x ─┬─ attn_pre_norm ─ attn ─ attn_post_norm ─ + ─┬─ ffn_pre_norm ─ ffn ─ ffn_post_norm ─ + ─
+       └──────────────────────────────────────────┘  └───────────────────────────────────────┘
+    Versus ModernDecoderBlock: the two post norms, on the branch and before the add, so the stream
+    stays unnormed (it is not Post-LN).
+    """
+
+    def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
+                 d_ff: int = 256, *, attn: nn.Module | None = None,
+                 ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        if attn is None:
+            attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
+        ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
+        require_value(Callable, attn=attn, ffn=ffn)
+        self.d_model, self.attn, self.ffn = d_model, attn, ffn
+        self.attn_pre_norm = RMSNorm(d_model, eps)
+        self.attn_post_norm = RMSNorm(d_model, eps)
+        self.ffn_pre_norm = RMSNorm(d_model, eps)
+        self.ffn_post_norm = RMSNorm(d_model, eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
+                key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
+                start_pos: int | None = None) -> Tensor:  # fmt: skip
+        require_tensor("x", x, "B", "T", self.d_model)
+        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
+        seen |= {"cos": cos, "sin": sin, "start_pos": start_pos}
+        with kv_cache or contextlib.nullcontext():
+            x = x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen)[0])
+            return x + self.ffn_post_norm(self.ffn(self.ffn_pre_norm(x)))
+
+
+# =============================================================================================
+# Stack and shell (notes §10)
+# =============================================================================================
+
+
+def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
+                     generator: torch.Generator | None) -> None:  # fmt: skip
+    """Refuse what generate cannot sample with."""
+    if temperature != 0:
+        require_value(float, temperature=temperature)
+    if top_k is not None:
+        require_value(int, top_k=top_k)
+    if top_p is not None:
+        require_value(float, top_p=top_p)
+        if top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {top_p}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
+
+
+def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
+                    top_p: float | None = None,
+                    generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
+    """Token ids [B, 1] from logits [B, V]: the likeliest at temperature 0, else one drawn.
+
+    top_k keeps the k likeliest; top_p then keeps the fewest whose probabilities reach top_p.
+    """
+    require_tensor("logits", logits, "B", "V")
+    require_sampling(temperature, top_k, top_p, generator)
+    if temperature == 0:
+        return logits.argmax(dim=1, keepdim=True)
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    ranked, tokens = wide.sort(dim=1, descending=True)  # (B, V)
+    # The best logit becomes 0 before the division, so that a tiny temperature cannot give inf/inf.
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)
+    probs = ((ranked - ranked[:, :1]) / temperature).softmax(dim=1)  # (B, V)
+    if top_k is not None:
+        probs[:, top_k:] = 0
+        probs /= probs.sum(dim=1, keepdim=True)
+    if top_p is not None:
+        probs[probs.cumsum(dim=1) - probs >= top_p] = 0  # what stands before reaches it already
+    return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))
+
+
+class DecoderOnlyLM(nn.Module):
+    """Token ids to logits: embedding, blocks, final norm, head.
+
+    make_block(layer) builds each block, ModernDecoderBlock by default: which layers have experts
+    is decided there. windows holds each layer's attention window or None. Tied embeddings are one
+    parameter. The rotation tables are no buffers: they stay float32 when the model is cast.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int = 96, n_layers: int = 2, n_q_heads: int = 8,
+                 n_kv_heads: int = 2, d_ff: int = 256, *, max_len: int = 2048,
+                 rope_base: float = 10000.0, rope_dim: int | None = None,
+                 make_block: Callable[[int], nn.Module] | None = None,
+                 windows: list[int | None] | None = None, tie_embeddings: bool = True,
+                 embedding_scale: float = 1.0, logit_softcap: float | None = None,
+                 eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_value(int, vocab_size=vocab_size, d_model=d_model, n_layers=n_layers)
+        require_value(int, n_q_heads=n_q_heads)
+        require_value(float, embedding_scale=embedding_scale, rope_base=rope_base)
+        if logit_softcap is not None:
+            require_value(float, logit_softcap=logit_softcap)
+        windows = [None] * n_layers if windows is None else windows
+        if not isinstance(windows, (list, tuple)):
+            raise TypeError(f"windows must be a list, got {windows!r}")
+        if len(windows) != n_layers:
+            raise ValueError(f"windows must have n_layers={n_layers} entries, got {len(windows)}")
+        for window in windows:
+            if window is not None:
+                require_value(int, windows=window)
+        if make_block is None:
+
+            def make_block(layer: int) -> nn.Module:
+                return ModernDecoderBlock(d_model, n_q_heads, n_kv_heads, d_ff, eps=eps)
+
+        require_value(Callable, make_block=make_block)
+        self.vocab_size, self.max_len, self.windows = vocab_size, max_len, list(windows)
+        self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
+        self.tie_embeddings = tie_embeddings
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(make_block(layer) for layer in range(n_layers))
+        self.final_norm = RMSNorm(d_model, eps)
+        self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
+        # An odd default can only meet blocks that do not rotate: theirs is refused by attention.
+        rope_dim = max(2, d_model // n_q_heads // 2 * 2) if rope_dim is None else rope_dim
+        require_value(int, rope_dim=rope_dim)
+        if rope_dim % 2:
+            raise ValueError(f"rope_dim must be even, got {rope_dim}")
+        self.rope_dim, self.rope_base = rope_dim, rope_base
+        self._settle()
+        self.register_load_state_dict_post_hook(DecoderOnlyLM._settle)
+
+    def _settle(self, _incompatible_keys: object = None) -> None:
+        """Where parameters were replaced: tie the head again, and make the tables beside them."""
+        if self.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+        device = self.embedding.weight.device
+        self._rope_tables = build_rope_cache(
+            self.max_len, self.rope_dim, self.rope_base, device=device
+        )
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "DecoderOnlyLM":
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def new_caches(self) -> list["KVCache"]:
+        """An empty cache for each block."""
+        return [KVCache() for _ in self.blocks]
+
+    def _cached_length(self, kv_caches: list["KVCache"] | None) -> int:
+        if kv_caches is None:
+            return 0
+        if not isinstance(kv_caches, (list, tuple)):
+            raise TypeError(f"kv_caches must be a list, got {type(kv_caches).__name__}")
+        if len(kv_caches) != len(self.blocks):
+            raise ValueError(
+                f"kv_caches must have {len(self.blocks)} entries, got {len(kv_caches)}"
+            )
+        lengths = {MultiHeadAttention.start_position(None, cache) for cache in kv_caches}
+        if len(lengths) != 1:
+            raise ValueError(f"kv_caches must hold equally many positions, got {sorted(lengths)}")
+        return lengths.pop()
+
+    def forward(self, ids: Tensor, *, kv_caches: list["KVCache"] | None = None,
+                key_padding_mask: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Token ids [B, T] to logits [B, T, V]; key_padding_mask is [B, cached + T]."""
+        _, T = require_tensor("ids", ids, "B", "T", kind="integer")
+        start = self._cached_length(kv_caches)
+        end = start + T
+        if end > self.max_len:
+            raise ValueError(f"ids would reach position {end}, past max_len={self.max_len}")
+        try:
+            x = self.embedding(ids.long()) * self.embedding_scale  # (B, T, d)
+        except IndexError as error:
+            span = f"{ids.min().item()} … {ids.max().item()}"
+            raise ValueError(f"ids must lie in 0 … {self.vocab_size - 1}, got {span}") from error
+        positions = torch.arange(end, device=ids.device)
+        masks = {w: build_causal_mask(positions[start:], positions, w) for w in set(self.windows)}
+        cos, sin = self._rope_tables
+        options = {"cos": cos, "sin": sin, "key_padding_mask": key_padding_mask}
+        caches = [None] * len(self.blocks) if kv_caches is None else kv_caches
+        with contextlib.ExitStack() as stack:  # a block that fails takes back what all have cached
+            for cache in caches:
+                stack.enter_context(cache or contextlib.nullcontext())
+            for block, window, cache in zip(self.blocks, self.windows, caches):
+                x = block(x, mask=masks[window], kv_cache=cache, **options)
+            logits = self.lm_head(self.final_norm(x))  # (B, T, V)
+        if self.logit_softcap is None:
+            return logits
+        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        return (self.logit_softcap * torch.tanh(wide / self.logit_softcap)).to(logits.dtype)
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, max_new_tokens: int, *,
+                 key_padding_mask: Tensor | None = None, temperature: float = 0.0,
+                 top_k: int | None = None, top_p: float | None = None, eos_id: int | None = None,
+                 generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
+        """Prompts [B, T] and what follows, int64 [B, T + n]: one prefill, then one token a step.
+
+        Prompts of different lengths are padded on the left. temperature 0 takes the likeliest
+        token and draws nothing. A row that has produced eos_id is filled up with it, and the loop
+        ends when all rows have. Raises ValueError for an empty prompt or more than max_len tokens.
+        """
+        B, T = require_tensor("ids", ids, "B", "T", kind="integer")
+        require_value(int, above=-1, max_new_tokens=max_new_tokens)
+        if T == 0:
+            raise ValueError("ids must hold at least one token a row, got none")
+        if T + max_new_tokens > self.max_len:
+            wanted = f"{T} + max_new_tokens={max_new_tokens}"
+            raise ValueError(f"ids and what follows, {wanted}, go past max_len={self.max_len}")
+        if key_padding_mask is not None:
+            require_tensor("key_padding_mask", key_padding_mask, B, T, kind="bool")
+            real, after = key_padding_mask[:, :-1], key_padding_mask[:, 1:]
+            if (real & ~after).any() or not key_padding_mask[:, -1].all():
+                raise ValueError("key_padding_mask must pad on the left and end in a real token")
+        require_sampling(temperature, top_k, top_p, generator)
+        if eos_id is not None:
+            require_value(int, above=-1, eos_id=eos_id)
+            if eos_id >= self.vocab_size:
+                raise ValueError(f"eos_id must be below {self.vocab_size}, got {eos_id}")
+
+        modes = [(module, module.training) for module in self.modules()]
+        caches, ids = self.new_caches(), ids.long()  # a narrow dtype may not hold what follows
+        step = ids
+        done = torch.zeros(B, 1, dtype=torch.bool, device=ids.device)  # (B, 1)
+        try:
+            self.eval()
+            for _ in range(max_new_tokens):
+                logits = self(step, kv_caches=caches, key_padding_mask=key_padding_mask)[:, -1]
+                step = pick_next_token(logits, temperature, top_k, top_p, generator)
+                if eos_id is not None:
+                    step = step.masked_fill(done, eos_id)
+                    done = done | (step == eos_id)
+                ids = torch.cat((ids, step), dim=1)
+                if eos_id is not None and done.all():
+                    break
+                if key_padding_mask is not None:
+                    key_padding_mask = F.pad(key_padding_mask, (0, 1), value=True)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return ids
+
+
+def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Mean cross entropy of logits [B, T, V] at t against ids [B, T] at t + 1, in float32 or wider.
+
+    A pair counts where both tokens are real (key_padding_mask [B, T], True = real); 0 without any.
+    """
+    B, T, V = require_tensor("logits", logits, "B", "T", "V")
+    require_tensor("ids", ids, B, T, kind="integer")
+    ids = ids.long()
+    if ids.numel() and not 0 <= ids.min() <= ids.max() < V:
+        raise ValueError(f"ids must lie in 0 … {V - 1}, got {ids.min()} … {ids.max()}")
+    pairs = torch.ones_like(ids[:, 1:], dtype=torch.bool)  # (B, T-1)
+    if key_padding_mask is not None:
+        require_tensor("key_padding_mask", key_padding_mask, B, T, kind="bool")
+        pairs = key_padding_mask[:, :-1] & key_padding_mask[:, 1:]
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    losses = F.cross_entropy(wide[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.masked_fill(~pairs.flatten(), 0).sum() / pairs.sum().clamp(min=1)
+
+
+# =============================================================================================
+# Counting (notes §1.3, §5)
+# =============================================================================================
+
+
+def attention_parameters(d_model: int, n_q_heads: int, n_kv_heads: int | None = None) -> int:
+    """2 d^2 (1 + G / H): q and o are d x d, k and v d x G d_h, with d = H d_h and no biases."""
+    n_kv_heads = n_q_heads if n_kv_heads is None else n_kv_heads
+    require_value(int, d_model=d_model, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads)
+    if d_model % n_q_heads or n_q_heads % n_kv_heads:
+        raise ValueError(
+            f"n_q_heads={n_q_heads} must divide d_model={d_model}"
+            f" and be a multiple of n_kv_heads={n_kv_heads}"
+        )
+    return 2 * d_model * (d_model + n_kv_heads * d_model // n_q_heads)
+
+
+def ffn_parameters(d_model: int, d_ff: int, gated: bool) -> int:
+    """3 d h with a gate, else 2 d h, without biases."""
+    require_value(int, d_model=d_model, d_ff=d_ff)
+    return (3 if gated else 2) * d_model * d_ff
+
+
+def kv_cache_elements(n_kv_heads: int, head_dim: int) -> int:
+    """Numbers cached for one token in one layer: a key and a value for each KV head."""
+    require_value(int, n_kv_heads=n_kv_heads, head_dim=head_dim)
+    return 2 * n_kv_heads * head_dim
+
+
+def kv_cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, length: int, batch: int = 1,
+                   bytes_per_element: int = 2) -> int:  # fmt: skip
+    """Bytes of the whole cache for batch sequences of length tokens."""
+    require_value(int, n_layers=n_layers, length=length, batch=batch)
+    require_value(int, bytes_per_element=bytes_per_element)
+    elements = kv_cache_elements(n_kv_heads=n_kv_heads, head_dim=head_dim)
+    return elements * n_layers * length * batch * bytes_per_element
+
+
+def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.0) -> int:
+    """Llama's d_ff: two thirds of 4 d, times multiplier, rounded up to multiple_of.
+
+    Two thirds, because three matrices then hold what two of width 4 d do.
+    """
+    require_value(int, d_model=d_model, multiple_of=multiple_of)
+    require_value(float, multiplier=multiplier)
+    d_ff = int(multiplier * (8 * d_model // 3))
+    return -(-d_ff // multiple_of) * multiple_of
+
+
+# =============================================================================================
+# What the demos compare with: formulas in float64, one query and one token at a time
+# =============================================================================================
+
+
+def check_seeded(seed: int) -> Callable:
+    """Decorator of a demo: it draws from the CPU generator with this seed and puts it back."""
+
+    def decorate(demo: Callable) -> Callable:
+        @functools.wraps(demo)
+        def run(device: str = "cpu") -> tuple[bool, str]:
+            state = torch.get_rng_state()
+            torch.default_generator.manual_seed(seed)
+            try:
+                with torch.enable_grad():
+                    return demo(device)
+            finally:
+                torch.set_rng_state(state)
+
+        return run
+
+    return decorate
+
+
+def check_claims(text: str, **claims: object) -> tuple[bool, str]:
+    """(ok, text) of a demo; the text names the claims that do not hold."""
+    failed = [name for name, holds in claims.items() if not holds]
+    return not failed, text + (f"  (not so: {', '.join(failed)})" if failed else "")
+
+
+def check_gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors of one shape; infinite for two shapes."""
+    if a.shape != b.shape:
+        return math.inf
+    a, b = (t.detach().cpu().double() for t in (a, b))
+    return (a - b).abs().max().item() if a.numel() else 0.0
+
+
+def check_close(a: Tensor, b: Tensor, limit: float = 1e-11) -> bool:
+    return check_gap(a, b) <= limit  # False for NaN
+
+
+def check_raises(error: type[Exception], call: Callable, *words: object) -> bool:
+    """Whether the call raises exactly this error, with these words in its message."""
+    try:
+        call()
+    except Exception as raised:
+        return type(raised) is error and all(str(word) in str(raised) for word in words)
+    return False
+
+
+def check_exact_device(device: str) -> str:
+    """Where float64 can be computed: Apple's GPUs have no float64."""
+    return "cpu" if torch.device(device).type == "mps" else device
+
+
+def check_randomized(module: nn.Module, device: str = "cpu") -> nn.Module:
+    """The module in float64 with drawn norms and biases: ones and zeros hide faults."""
+    for parameter in module.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    return module.to(device, torch.float64)
+
+
+def check_draw(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, device="cpu").to(device)
+
+
+def check_zeroed(*layers: nn.Linear) -> None:
+    for parameter in nn.ModuleList(layers).parameters():
+        nn.init.zeros_(parameter)
+
+
+def reference_causal(T: int, S: int | None = None, window: int | None = None) -> Tensor:
+    """bool [T, S]: the last T of S positions against all S."""
+    S, window = S or T, window or T + (S or T)
+    rows = [[s <= t < s + window for s in range(S)] for t in range(S - T, S)]
+    return torch.tensor(rows, dtype=torch.bool)
+
+
+def reference_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(norm, nn.Identity):
+        return x
+    if isinstance(norm, nn.LayerNorm):
+        x = x - x.sum(-1, keepdim=True) / x.shape[-1]
+    size = ((x * x).sum(-1, keepdim=True) / x.shape[-1] + norm.eps) ** 0.5
+    return x / size * norm.weight + getattr(norm, "bias", 0.0)
+
+
+def reference_turn(x: Tensor, r: int, base: float = 10000.0, start: int = 0) -> Tensor:
+    """Rotation as multiplication by cos + i sin, in the precision of the float32 tables."""
+    frequencies = base ** (-2 * torch.arange(r // 2, dtype=torch.float64) / r)
+    positions = start + torch.arange(x.shape[-2], dtype=torch.float64)
+    angle = positions[:, None] * frequencies
+    unit = torch.complex(angle.cos().float().double(), angle.sin().float().double())
+    turned = torch.complex(x[..., : r // 2], x[..., r // 2 : r]) * unit.to(x.device)
+    return torch.cat((turned.real, turned.imag, x[..., r:]), dim=-1)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """One query at a time over the keys that it may attend to, in plain Python."""
+    (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
+    seen = torch.ones(B, 1, T, S) if keep is None else keep.expand(B, 1, T, S)
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    Q, K, V, seen = q.tolist(), k.tolist(), v.tolist(), seen.tolist()
+    rows = []
+    for b, h, t in itertools.product(range(B), range(H), range(T)):
+        g = h // (H // G)
+        open_keys = [s for s in range(S) if seen[b][0][t][s]]
+        scores = [scale * sum(map(operator.mul, Q[b][h][t], K[b][g][s])) for s in open_keys]
+        if softcap is not None:
+            scores = [softcap * math.tanh(score / softcap) for score in scores]
+        top = max(scores, default=0.0)
+        weights = [math.exp(score - top) for score in scores]
+        values = [V[b][g][s] for s in open_keys]
+        rows.append(
+            [
+                sum(w * value[c] for w, value in zip(weights, values)) / (sum(weights) or 1)
+                for c in range(v.shape[-1])
+            ]
+        )
+    return torch.tensor(rows, dtype=torch.float64, device=q.device).view(B, H, T, v.shape[-1])
+
+
+def reference_heads(x: Tensor, linear: nn.Linear, width: int) -> Tensor:
+    """Each head from its own rows of the weight: [B, T, d] -> [B, n, T, width]."""
+    biases = itertools.repeat(0.0) if linear.bias is None else linear.bias.split(width)
+    heads = [x @ rows.T + bias for rows, bias in zip(linear.weight.split(width), biases)]
+    return torch.stack(heads, dim=1)
+
+
+def reference_output(heads: Tensor, linear: nn.Linear) -> Tensor:
+    """Each head through its own columns of o_proj, summed."""
+    columns = linear.weight.split(heads.shape[-1], dim=1)
+    out = sum(heads[:, i] @ column.T for i, column in enumerate(columns))
+    return out if linear.bias is None else out + linear.bias
+
+
+def reference_layer(
+    attn: nn.Module,
+    x: Tensor,
+    keep: Tensor | None,
+    memory: Tensor | None = None,
+    start: int = 0,
+    base: float = 10000.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, k, v) of MultiHeadAttention or MultiHeadLatentAttention from their weights."""
+    if isinstance(attn, MultiHeadLatentAttention):
+        nope, r, rank = attn.nope_dim, attn.rope_dim, attn.kv_rank
+        wide = attn.q_proj if attn.q_rank is None else attn.q_up
+        low = x if attn.q_rank is None else reference_norm(attn.q_norm, x @ attn.q_down.weight.T)
+        q = reference_heads(low, wide, nope + r)
+        q = torch.cat((q[..., :nope], reference_turn(q[..., nope:], r, base, start)), dim=-1)
+        down = x @ attn.kv_down.weight.T
+        latent = reference_norm(attn.kv_norm, down[..., :rank])
+        shared = reference_turn(down[:, None, :, rank:], r, base, start)
+        up = reference_heads(latent, attn.kv_up, nope + attn.v_dim)
+        k = torch.cat((up[..., :nope], shared.expand(-1, up.shape[1], -1, -1)), dim=-1)
+        out = reference_attention(q, k, up[..., nope:], keep)
+        stored = torch.cat((latent[:, None], shared), dim=-1)
+        return reference_output(out, attn.o_proj), stored, stored[..., :0]
+    source = x if memory is None else memory
+    q = reference_norm(attn.q_norm, reference_heads(x, attn.q_proj, attn.head_dim))
+    k = reference_norm(attn.k_norm, reference_heads(source, attn.k_proj, attn.head_dim))
+    v = reference_heads(source, attn.v_proj, attn.head_dim)
+    if attn.rope:
+        q, k = (reference_turn(t, attn.head_dim, base, start) for t in (q, k))
+    out = reference_attention(q, k, v, keep, attn.scale, attn.logit_softcap)
+    return reference_output(out, attn.o_proj), k, v
+
+
+def reference_ffn(ffn: nn.Module, x: Tensor) -> Tensor:
+    """The activations as formulas; experts one token at a time."""
+    if isinstance(ffn, MoEFFN):
+        out = torch.zeros_like(x)
+        for at in itertools.product(*map(range, x.shape[:-1])):
+            odds = (ffn.router.weight @ x[at]).exp().tolist()
+            best = max(range(len(odds)), key=odds.__getitem__)
+            out[at] = odds[best] / sum(odds) * reference_ffn(ffn.experts[best], x[at])
+        return out
+    formula = {
+        F.relu: lambda h: h * (h > 0),
+        F.gelu: lambda h: h * (1 + torch.erf(h / 2**0.5)) / 2,
+        F.silu: lambda h: h / (1 + torch.exp(-h)),
+    }[ffn.act]
+
+    def linear(layer: nn.Linear, h: Tensor) -> Tensor:
+        return h @ layer.weight.T + (0.0 if layer.bias is None else layer.bias)
+
+    if isinstance(ffn, GatedFFN):
+        return linear(ffn.down, formula(linear(ffn.gate, x)) * linear(ffn.up, x))
+    return linear(ffn.down, formula(linear(ffn.up, x)))
+
+
+def reference_block(
+    block: nn.Module,
+    x: Tensor,
+    keep: Tensor,
+    memory: Tensor | None = None,
+    base: float = 10000.0,
+) -> Tensor:
+    """Every topology as its formula, from the block's own weights."""
+    n, f = reference_norm, functools.partial(reference_ffn, block.ffn)
+
+    def a(y: Tensor) -> Tensor:
+        return reference_layer(block.attn, y, keep, base=base)[0]
+
+    if isinstance(block, VanillaEncoderLayer2017):
+        x = n(block.ln1, x + a(x))
+        return n(block.ln2, x + f(x))
+    if isinstance(block, VanillaSeq2SeqDecoderLayer2017):
+        x = n(block.ln1, x + reference_layer(block.self_attn, x, keep)[0])
+        x = n(block.ln2, x + reference_layer(block.cross_attn, x, None, memory)[0])
+        return n(block.ln3, x + f(x))
+    if isinstance(block, ParallelDecoderBlock):
+        return x + a(n(block.norm, x)) + f(n(block.ffn_norm or block.norm, x))
+    if isinstance(block, BranchNormDecoderBlock):
+        x = x + n(block.attn_post_norm, a(n(block.attn_pre_norm, x)))
+        return x + n(block.ffn_post_norm, f(n(block.ffn_pre_norm, x)))
+    x = x + a(n(block.norm1, x))  # GPT2StyleDecoderLayer and ModernDecoderBlock
+    return x + f(n(block.norm2, x))
+
+
+def demo_blocks(device: str, *names: str, batch: int = 2) -> dict[str, tuple[nn.Module, dict]]:
+    """Blocks of every class in float64, with every kind of attention and FFN among them, and what
+    their forward takes besides x."""
+    d, H, G, d_ff = 16, 4, 2, 12
+    tables = dict(zip(("cos", "sin"), build_rope_cache(8, 4)))
+    memory = {"memory": check_draw(1, 3, d, device=device).expand(batch, -1, -1)}
+    rich = {"head_dim": 4, "qkv_bias": True, "qk_norm": True, "logit_softcap": 2.0, "scale": 0.4}
+    latent = {"kv_rank": 6, "rope_dim": 4, "nope_dim": 3, "v_dim": 5, "q_rank": 7}
+
+    def attention(**options: object) -> MultiHeadAttention:
+        return MultiHeadAttention(d, H, G, rope=True, **options)
+
+    makers = {
+        "encoder": (lambda: VanillaEncoderLayer2017(d, H, d_ff), {}),
+        "seq2seq": (lambda: VanillaSeq2SeqDecoderLayer2017(d, H, d_ff), memory),
+        "gpt2": (lambda: GPT2StyleDecoderLayer(d, H, d_ff), {}),
+        "modern": (lambda: ModernDecoderBlock(d, H, G, ffn=MoEFFN(d, d_ff)), tables),
+        "parallel": (
+            lambda: ParallelDecoderBlock(d, d_ff=d_ff, attn=attention(attend=attend_fused)),
+            tables,
+        ),
+        "latent": (
+            lambda: ParallelDecoderBlock(
+                d, d_ff=d_ff, attn=MultiHeadLatentAttention(d, H, **latent), shared_norm=False
+            ),
+            tables,
+        ),
+        "branch": (
+            lambda: BranchNormDecoderBlock(d, attn=attention(**rich), ffn=DenseFFN(d, d_ff)),
+            tables,
+        ),
+    }
+    return {
+        name: (check_randomized(makers[name][0](), device), makers[name][1])
+        for name in names or makers
+    }
+
+
+def demo_moved(block: Callable, x: Tensor, *places: slice) -> list[list[bool]]:
+    """For each place: which positions of the output a change of x [T, d] there moves."""
+    batch = x.repeat(1 + len(places), 1, 1)
+    for changed, place in zip(batch[1:], places):
+        changed[place] = changed[place].roll(1, dims=-1)  # a norm would undo a shift or a factor
+    out = block(batch)
+    return [(other - out[0]).abs().amax(dim=-1).gt(1e-6).tolist() for other in out[1:]]
+
+
+# =============================================================================================
+# Demos: each proves one claim and computes what it prints (notes §1.4)
+# =============================================================================================
+
+
+@check_seeded(1)
+def demo_D01(device: str = "cpu") -> tuple[bool, str]:
+    """Every block keeps [B, T, d]; cross-attention reads a memory of another length."""
+    x, memory = torch.randn(2, 7, 96).to(device), torch.randn(2, 5, 96).to(device)
+    cos, sin = build_rope_cache(7, 12, device=device)
+    encoder = VanillaEncoderLayer2017().to(device)
+    decoder = VanillaSeq2SeqDecoderLayer2017().to(device)
+    gpt2, modern = GPT2StyleDecoderLayer().to(device), ModernDecoderBlock().to(device)
+    crossed = decoder(x, memory)
+    shapes = [encoder(x).shape, crossed.shape, gpt2(x).shape, modern(x, cos, sin).shape]
+    reads = check_gap(crossed, decoder(x, memory.roll(1, dims=2))) > 1e-3
+    return check_claims(
+        f"shapes (enc/dec2017/gpt2/modern) = {shapes} (expect 4x (2,7,96)); cross-attn ran with "
+        f"Tq={crossed.shape[1]} != S={memory.shape[1]}; changing memory changes cross-attn output "
+        f"(memory is actually read, not ignored) = {reads}",
+        shapes=shapes == [(2, 7, 96)] * 4,
+        memory_is_read=reads,
+        memory_has_no_order=check_close(crossed, decoder(x, memory.flip(1)), 1e-5),
+        **check_formulas(check_exact_device(device)),
+        **check_language_model(check_exact_device(device)),
+    )
+
+
+def check_formulas(device: str) -> dict[str, bool]:
+    """Every block equals its formula, masks and padding included, and takes empty inputs."""
+    x, blocks = check_draw(3, 3, 16, device=device), demo_blocks(device, batch=3)  # B = T
+    padding = torch.tensor([[True] * 3, [False, True, True], [True, True, False]], device=device)
+    own = torch.tensor([[True, True, False], [False, True, True], [True] * 3], device=device)
+    masks = torch.stack((own, own.T, own.flip(0)))
+    keep, claims = (masks & padding[:, None])[:, None], {}
+    for name, (block, given) in blocks.items():
+        shown = {"key_padding_mask": padding} | ({} if name == "encoder" else {"mask": masks})
+        seen = padding[:, None, None] if name == "encoder" else keep
+        expected = reference_block(block, x, seen, given.get("memory"))
+        claims[name] = check_close(block(x, **shown, **given), expected)
+    claims["empty"] = all(
+        block(x[:B, :T], **given).shape == (B, T, 16)
+        for block, given in (blocks["encoder"], blocks["modern"], blocks["latent"])
+        for B, T in ((0, 3), (3, 0))
+    )
+    return claims
+
+
+def check_language_model(device: str) -> dict[str, bool]:
+    """DecoderOnlyLM equals its formula; tying, the tables and the loss."""
+    ids = torch.tensor([[1, 5, 0, 10]], device=device)
+    options = {"windows": [2, None], "embedding_scale": 3.0, "logit_softcap": 0.5, "eps": 0.1}
+    lm = DecoderOnlyLM(11, 16, 2, 4, 2, 12, rope_base=50.0, **options)
+    check_randomized(lm, device)
+    h = lm.embedding.weight[ids] * 3.0
+    for block, window in zip(lm.blocks, (2, None)):
+        h = reference_block(block, h, reference_causal(4, window=window), base=50.0)
+    logits = 0.5 * torch.tanh(reference_norm(lm.final_norm, h) @ lm.embedding.weight.T / 0.5)
+
+    def surprise(row: int) -> float:
+        odds = [math.exp(z) for z in logits[0, row].tolist()]
+        return -math.log(odds[ids[0, row + 1]] / sum(odds))
+
+    padding = ids != 1  # the first is padding: it neither asks nor answers
+    losses = [next_token_loss(logits, ids.byte()), next_token_loss(logits, ids, padding)]
+    losses.append(next_token_loss(logits[:, :2], ids[:, :2]))
+    expected = [sum(map(surprise, range(3))) / 3, sum(map(surprise, range(1, 3))) / 2, surprise(0)]
+
+    def hollow(**options: object) -> DecoderOnlyLM:
+        return DecoderOnlyLM(300, 10, 3, 2, make_block=lambda _: nn.Identity(), **options)
+
+    tied, untied = hollow(), DecoderOnlyLM(11, 16, 1, 4, 2, 12, tie_embeddings=False)
+    spread = tied.embedding.weight.std().item()
+    saved = {name: tensor.double() for name, tensor in tied.state_dict().items()}
+    tied.load_state_dict(saved, assign=True)
+    narrow = DecoderOnlyLM(11, 4, 1, 4, make_block=lambda _: nn.Identity())
+    return {
+        "logits": check_close(lm(ids), logits),
+        "loss": check_close(torch.stack(losses), logits.new_tensor(expected)),
+        "loss of nothing": next_token_loss(logits[:, :1], ids[:, :1]).item() == 0.0,
+        "loss in float32": next_token_loss(logits.half(), ids).dtype == torch.float32
+        and next_token_loss(logits.bfloat16(), ids).dtype == torch.float32,
+        "embedding": 0.018 < spread < 0.022,
+        "tied": tied.lm_head.weight is tied.embedding.weight,
+        "untied": untied.lm_head.weight is not untied.embedding.weight,
+        "only parameters are saved": len(saved) == 3 and len(lm.state_dict()) == 3 + 2 * 9,
+        "layers": len(tied.new_caches()) == 3 and tied.windows == [None] * 3,
+        # a head width of 5 has no pairs: the table is for blocks that turn 4 of it, or nothing
+        "table width": [m._rope_tables[0].shape[1] for m in (lm, tied, narrow)] == [4, 4, 2],
+        "tables follow": narrow.to("meta")._rope_tables[0].device.type == "meta",
+        "eps": [norm.eps for norm in lm.modules() if isinstance(norm, RMSNorm)] == [0.1] * 5,
+        "head": untied.to(device)(ids).shape == (1, 4, 11),
+    }
+
+
+@check_seeded(2)
+def demo_D02(device: str = "cpu") -> tuple[bool, str]:
+    """With sublayers that give zero, Pre-LN blocks are the identity, Post-LN ones ln2(ln1(x))."""
+    x, norm = torch.randn(2, 5, 96).to(device), nn.LayerNorm(96).to(device)
+    cos, sin = build_rope_cache(5, 12, device=device)
+    zero = torch.zeros_like
+    pre = torch.equal(x + zero(norm(x)), x)
+    post = torch.equal(norm(x + zero(x)), norm(x))
+    post_moves = not torch.allclose(norm(x + zero(x)), x)
+    modern, encoder = ModernDecoderBlock().to(device), VanillaEncoderLayer2017().to(device)
+    trained = check_gap(modern(x, cos, sin), x)
+    check_zeroed(modern.attn.o_proj, modern.ffn.down, encoder.attn.o_proj, encoder.ffn.down)
+    identity, encoded = torch.equal(modern(x, cos, sin), x), encoder(x)
+    encoder_moves = not torch.allclose(encoded, x)
+    encoder_norms = torch.equal(encoded, encoder.ln2(encoder.ln1(x)))
+    return check_claims(
+        f"formula-level: Pre-LN(F=0)==x: {pre}; Post-LN(F=0)==N(x): {post} (and != x: "
+        f"{post_moves}); class-level: zeroed ModernDecoderBlock==x: {identity}, zeroed Post-LN "
+        f"encoder layer != x: {encoder_moves}, == ln2(ln1(x)) exactly: {encoder_norms}",
+        pre_formula=pre,
+        post_formula=post and post_moves,
+        block=identity and trained > 0.1,
+        encoder=encoder_norms and encoder_moves,
+        **check_norms(check_exact_device(device)),
+    )
+
+
+def check_norms(device: str) -> dict[str, bool]:
+    """Zeroed branches leave the Pre-LN blocks the identity; RMSNorm equals its formula."""
+    x, claims = check_draw(2, 3, 16, device=device), {}
+    for name, (block, given) in demo_blocks(device, "gpt2", "parallel", "branch").items():
+        check_zeroed(block.attn.o_proj, block.ffn.down)
+        claims[name] = torch.equal(block(x, **given), x)
+    norm = check_randomized(RMSNorm(16, eps=0.01), device)
+    half = RMSNorm(4).half()(torch.full((4,), 300.0, dtype=torch.float16))
+    small, low = RMSNorm(4)(torch.full((4,), 1e-4)), check_draw(4, 16).bfloat16()
+    exact = (low.double() / (low.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
+    return claims | {
+        "RMSNorm": check_close(norm(0.1 * x), reference_norm(norm, 0.1 * x)),
+        "float16 squares over 65504": torch.equal(half, torch.ones_like(half)),
+        "bfloat16 rounded once": torch.equal(RMSNorm(16).bfloat16()(low), exact),
+        "eps inside the root": check_close(small, torch.full((4,), 0.0995037), 1e-6),
+    }
+
+
+@check_seeded(3)
+def demo_D03(device: str = "cpu") -> tuple[bool, str]:
+    """No position sees the future, and every position sees the past through attention."""
+    x = torch.randn(6, 96).to(device)
+    cos, sin = build_rope_cache(6, 12, device=device)
+    modern = ModernDecoderBlock().to(device)
+    after_3, at_0 = demo_moved(lambda y: modern(y, cos, sin), x, slice(4, 6), slice(0, 1))
+    held, felt = not any(after_3[:4]), all(after_3[4:])
+    mixes = all(at_0[1:])
+    return check_claims(
+        f"perturbing tokens after t=3: positions 0..3 unchanged = {held}, positions 4..5 changed = "
+        f"{felt}; perturbing position 0 changes positions 1..5 (attention actually mixes forward, "
+        f"not a dead branch) = {mixes}",
+        held=held,
+        felt=felt,
+        mixes=mixes and at_0[0],
+        **check_visibility(check_exact_device(device)),
+    )
+
+
+def check_visibility(device: str) -> dict[str, bool]:
+    """Causal layers look back only, encoders both ways, windows as far as they reach."""
+    x, seven = check_draw(6, 16, device=device), torch.arange(7, device=device)
+    claims = {}
+    for name, (block, given) in demo_blocks(device, "encoder", "seq2seq", batch=3).items():
+        late, first = demo_moved(functools.partial(block, **given), x, slice(4, 6), slice(0, 1))
+        claims[name] = late == [name == "encoder"] * 4 + [True] * 2 and first == [True] * 6
+    masks = {
+        "causal": (build_causal_mask(seven, seven), reference_causal(7)),
+        "cached": (build_causal_mask(seven[4:], seven), reference_causal(3, 7)),
+        "window": (build_causal_mask(seven, seven, 3), reference_causal(7, window=3)),
+        "uint8": (build_causal_mask(seven.byte(), seven.byte(), 1), torch.eye(7) > 0),
+    }
+    return claims | {name: torch.equal(mask.cpu(), keep) for name, (mask, keep) in masks.items()}
+
+
+@check_seeded(41)  # the two rows of check_generation then end at different steps
+def demo_D04(device: str = "cpu") -> tuple[bool, str]:
+    """One full pass equals decoding with a cache, in any split; the cache holds G heads."""
+    x = torch.randn(1, 6, 96).to(device)
+    cos, sin = build_rope_cache(6, 12, device=device)
+    block, cache = ModernDecoderBlock().to(device), KVCache()
+    full = block(x, cos, sin)
+    steps = [block(x[:, t : t + 1], cos, sin, kv_cache=cache) for t in range(6)]
+    gap = check_gap(full, torch.cat(steps, dim=1))
+    # The contents from the weights alone: a slice a head, and a turn by position * frequency.
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    k = reference_heads(normed, block.attn.k_proj, 12).detach().cpu().double()
+    gap_k = check_gap(cache.k, reference_turn(k, 12))
+    gap_v = check_gap(cache.v, reference_heads(normed, block.attn.v_proj, 12))
+    _, heads, length, _ = cache.k.shape
+    return check_claims(
+        f"full-forward vs token-by-token cached decode: max|Δ| = {gap:.2e} (tol 1e-04, numerically "
+        f"equivalent, NOT bit-identical); cache CONTENT vs independently projected+rotated K/V: "
+        f"max|ΔK|={gap_k:.2e}, max|ΔV|={gap_v:.2e}; final cache shape head_dim={heads} (expect 2) "
+        f"len={length} (expect 6)",
+        decode=gap < 5e-6,
+        contents=max(gap_k, gap_v) < 5e-6,
+        shape=(heads, length) == (2, 6),
+        unturned_keys_differ=check_gap(cache.k, k) > 0.1,
+        **check_decoding(check_exact_device(device)),
+        **check_buffer(device),
+        **check_generation(check_exact_device(device)),
+    )
+
+
+def check_decoding(device: str) -> dict[str, bool]:
+    """Every block in chunks, with padding; what the cache holds; start_pos without a cache."""
+    x, claims = check_draw(2, 5, 16, device=device), {}
+    padding = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
+    for name, (block, given) in demo_blocks(device, "gpt2", "modern", "branch", "latent").items():
+        cache, parts = KVCache(), []
+        with torch.no_grad():
+            for part in x.split((2, 1, 2), dim=1):
+                seen = padding[:, : cache.next_pos + part.shape[1]]
+                parts.append(block(part, kv_cache=cache, key_padding_mask=seen, **given))
+        full = block(x, key_padding_mask=padding, **given)
+        claims[name] = check_close(torch.cat(parts, dim=1), full)
+        norm = next(norm for name, norm in block.named_children() if "norm" in name)
+        k, v = reference_layer(block.attn, reference_norm(norm, x), reference_causal(5))[1:]
+        claims[f"{name} contents"] = check_close(cache.k, k) and check_close(cache.v, v)
+        if "cos" in given:  # attention sees only distances: the keys show where they start
+            late = {table: rows[2:] for table, rows in given.items()}
+            keys = [block.attn(x, start_pos=2, **given)[1][0], block.attn(x, **late)[1][0]]
+            past_table = check_raises(ValueError, lambda: block(x, start_pos=4, **given), "cos", 9)
+            claims[f"{name} start_pos"] = check_close(*keys) and past_table
+    mla = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=4, nope_dim=3, v_dim=5)
+    out, (k, v) = check_randomized(mla, device)(x, **given)
+    expected = reference_layer(mla, x, None)
+    claims["without q_rank"] = all(map(check_close, (out, k, v), expected))
+    mla.expanded = None  # decoding must not go through the keys and values of all heads
+    cache.reset()
+    cache.append(k[:, :, :4], v[:, :, :4])
+    claims["absorbed"] = check_close(mla(x[:, 4:], kv_cache=cache, **given)[0], out[:, 4:])
+    return claims
+
+
+def check_buffer(device: str) -> dict[str, bool]:
+    """KVCache against what was appended; when it copies, and when it must not write."""
+    k_all, v_all = torch.randn(2, 3, 9, 4).to(device), torch.randn(2, 3, 9, 2).to(device)
+
+    def append(cache: KVCache, start: int, end: int) -> tuple[Tensor, Tensor]:
+        return cache.append(k_all[:, :, start:end], v_all[:, :, start:end])
+
+    def room(cache: KVCache) -> int:
+        return cache.k.untyped_storage().nbytes() // k_all[:, :, 0].nbytes
+
+    def holds(cache: KVCache, length: int) -> bool:
+        k, v = k_all[:, :, :length], v_all[:, :, :length]
+        return cache.next_pos == length and torch.equal(cache.k, k) and torch.equal(cache.v, v)
+
+    grown, fixed, mixed, saved = KVCache(), KVCache(max_len=7), KVCache(), KVCache()
+    rooms, claims = [], {}
+    with torch.no_grad():
+        for t in range(9):
+            k_now, v_now = append(grown, t, t + 1)
+            rooms.append(room(grown))
+        claims["append"] = (
+            holds(grown, 9) and check_close(k_now, k_all) and check_close(v_now, v_all)
+        )
+        claims["doubling"] = rooms == [1, 3, 3, 7, 7, 7, 7, 15, 15]
+        grown.truncate(9)
+        grown.truncate(3)
+        claims["truncate"] = holds(grown, 3)
+        append(grown, 3, 5)
+        claims["write after truncate"] = holds(grown, 5) and room(grown) == 15
+        twin, deep = copy.copy(grown), copy.deepcopy(grown)
+        grown.append(k_all[:, :, :1], v_all[:, :, :1])
+        append(twin, 5, 7)
+        claims["copies"] = holds(twin, 7) and holds(deep, 5)
+        grown.reset()
+        claims["reset"] = (grown.k, grown.v, grown.next_pos, grown._k) == (None, None, 0, None)
+        append(grown, 0, 1)
+        claims["used again"] = holds(grown, 1)
+        append(fixed, 0, 2)
+        place = fixed.k.data_ptr()
+        append(fixed, 2, 7)
+        claims["max_len"] = holds(fixed, 7) and fixed.k.data_ptr() == place and room(fixed) == 7
+        fixed.reset()
+        append(fixed, 0, 1)
+        claims["max_len once"] = holds(fixed, 1) and fixed.k.data_ptr() == place
+        fixed.truncate(0)
+        fixed.append(k_all[:1, :, :7], v_all[:1, :, :7])
+        claims["another batch"] = torch.equal(fixed.k, k_all[:1, :, :7])
+    with torch.inference_mode():
+        for t in range(3):
+            append(mixed, t, t + 1)
+        claims["inference mode"] = room(mixed) == 3
+    with torch.no_grad():
+        append(mixed, 3, 4)
+    claims["after inference mode"] = holds(mixed, 4) and room(mixed) == 7
+    append(mixed, 4, 5)
+    claims["after no_grad"] = holds(mixed, 5) and room(mixed) == 5
+    k_grad = k_all.clone().requires_grad_()
+    saved.append(k_grad[:, :, :1], v_all[:, :, :1])
+    loss = saved.append(k_grad[:, :, 1:3], v_all[:, :, 1:3])[0].square().sum()
+    saved.truncate(1)
+    with torch.no_grad():
+        append(saved, 1, 2)  # not into what the square above has saved
+    loss.backward()
+    claims["gradient"] = torch.equal(k_grad.grad[:, :, :3], 2 * k_all[:, :, :3]) and holds(saved, 2)
+    return claims
+
+
+def check_generation(device: str) -> dict[str, bool]:
+    """generate against full passes; padding, eos, the training flag, sampling."""
+    lm = check_randomized(DecoderOnlyLM(13, 16, 1, 4, 2, 12, max_len=8, windows=[3]), device)
+    prompts = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 6]], device=device)
+    padding, during = prompts > 0, set()
+    lm.blocks[0].ffn.eval()
+    lm.blocks[0].register_forward_hook(lambda block, *_: during.add(block.training))
+    state = torch.get_rng_state()
+    both = lm.generate(prompts.byte(), 4, key_padding_mask=padding)
+    lm.generate(prompts, 1, temperature=1.0, generator=torch.Generator(device))
+    untouched = torch.equal(state, torch.get_rng_state())
+    modes = [*during, lm.training, lm.blocks[0].training, lm.blocks[0].ffn.training]
+    alone = [lm(both[:1, :-1]), lm(both[1:, 3:-1])]  # what each row says next without the other
+    alone = torch.cat([logits[:, -4:].argmax(-1) for logits in alone])
+    rows = both[:, 4:].tolist()
+    eos = rows[0][0]  # the first row ends at once and the second goes on
+    ended = lm.generate(prompts, 4, key_padding_mask=padding, eos_id=eos)
+    length = rows[1].index(eos) + 1 if eos in rows[1] else 4
+    cut = [[eos] * length, rows[1][:length]]
+    sampled = lm.generate(prompts, 4, temperature=9.0)
+    odds = {1: math.exp(2.0), 4: math.exp(1.5), 2: math.exp(1.0), 0: 1.0, 3: math.exp(-1.0)}
+    logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).to(device).expand(1000, -1)
+
+    even, fine = torch.zeros(50, 2).to(device), torch.randn(200, 40).to(device)
+
+    def pick(logits: Tensor) -> Tensor:
+        return pick_next_token(logits, 1.0, generator=torch.Generator(device).manual_seed(0))
+
+    def draws(kept: int, power: float = 1, **options: object) -> bool:
+        """Whether 1,000 draws fall on the likeliest so many tokens as their odds say."""
+        tokens = pick_next_token(logits, **{"temperature": 1.0, **options})
+        shares = (tokens.flatten().bincount(minlength=5) / 1000).tolist()
+        wanted = {token: odds[token] ** power for token in list(odds)[:kept]}
+        total = sum(wanted.values())
+        gaps = [abs(share - wanted.get(t, 0) / total) for t, share in enumerate(shares)]
+        return max(gaps) < 0.05 and all((t in wanted) == (n > 0) for t, n in enumerate(shares))
+
+    return {
+        "left padding, each row as alone": torch.equal(both[:, 4:], alone),
+        "prompt comes back": torch.equal(both[:, :4], prompts),
+        "greedy and a generator leave the global one": untouched,
+        "training flags": modes == [False, True, True, False],
+        "eos": ended[:, 4:].tolist() == cut and 1 < length < 4 and rows[0][1] != eos,
+        "eos of a row that goes on": lm.generate(prompts[:1], 4, eos_id=0).shape == (1, 8),
+        "no new tokens": torch.equal(lm.generate(prompts, 0), prompts),
+        "sampled": sampled.shape == (2, 8) and not torch.equal(sampled, both),
+        "draws": draws(5),
+        "temperature": draws(5, power=2, temperature=0.5),
+        "top_k": draws(3, top_k=3) and draws(5, top_k=9),
+        # the first two hold 0.46 and 0.28 of all: they stay below 0.75, and the third reaches it
+        "top_p": draws(3, top_p=0.75) and draws(5, top_p=1.0),
+        "top_p reached by the first of two": pick_next_token(even, 1.0, top_p=0.5).unique().numel()
+        == 1,
+        "bfloat16": torch.equal(*(pick(t) for t in (fine.bfloat16(), fine.bfloat16().float()))),
+        "top_p of the top_k": draws(2, top_k=3, top_p=0.75),
+        "tiny temperature": draws(1, temperature=1e-320),
+    }
+
+
+@check_seeded(5)
+def demo_D05(device: str = "cpu") -> tuple[bool, str]:
+    """G = H is MHA; G < H and G = 1 equal a reference that copies K and V out to all heads."""
+    x = torch.randn(2, 5, 96).to(device)
+    keep = reference_causal(5).to(device)
+
+    def copied(attn: MultiHeadAttention, n_kv_heads: int) -> Tensor:
+        """Attention with K and V copied out: query heads [0 1 2 3 | 4 5 6 7] for two KV heads."""
+        q, k, v = attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
+        q = q.view(2, 5, 8, 12).transpose(1, 2)
+        k, v = (t.view(2, 5, n_kv_heads, 12).transpose(1, 2) for t in (k, v))
+        k, v = (t.repeat_interleave(8 // n_kv_heads, dim=1) for t in (k, v))
+        scores = (q @ k.transpose(2, 3) / math.sqrt(12)).masked_fill(~keep, -math.inf)
+        return (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(2, 5, 96)
+
+    gaps, cache = [], KVCache()
+    for n_kv_heads in (8, 2, 1):
+        attn = MultiHeadAttention(96, 8, n_kv_heads).to(device)
+        out, _ = attn(x, mask=keep, kv_cache=cache if n_kv_heads == 1 else None)
+        heads = copied(attn, n_kv_heads)
+        gaps.append(check_gap(out, attn.o_proj(heads)))
+    by_head = heads.view(2, 5, 8, 12).unbind(2)
+    distinct = all(check_gap(a, b) > 1e-3 for a, b in itertools.combinations(by_head, 2))
+    return check_claims(
+        f"GQA(n_kv=n_q) == independent reference MHA: max|Δ|={gaps[0]:.2e}; GQA(n_kv=2, group=4) "
+        f"== independent repeat_interleave reference: max|Δ|={gaps[1]:.2e}; MQA == same reference "
+        f"(n_kv=1): max|Δ|={gaps[2]:.2e}, cache head_dim={cache.k.shape[1]} (expect 1), output "
+        f"shape={tuple(out.shape)}, per-query-head outputs distinct (not collapsed) = {distinct}",
+        references=max(gaps) < 5e-6,
+        one_head_cached=cache.k.shape[1] == 1,
+        shape=out.shape == (2, 5, 96),
+        distinct=distinct,
+        **check_attention(check_exact_device(device)),
+    )
+
+
+def check_attention(device: str) -> dict[str, bool]:
+    """Both attention paths against a loop over queries; every option of MultiHeadAttention."""
+    q, k = check_draw(2, 4, 2, 6, device=device), check_draw(2, 2, 3, 6, device=device)
+    v, claims = check_draw(2, 2, 3, 7, device=device), {}
+    # the first query of the second sample may attend to nothing
+    keep = (
+        torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device)[:, None] > 0
+    )
+    masked = reference_attention(q, k, v, keep)
+    for path in (attend, attend_fused):
+        name, rows = path.__name__, keep[:1, 0, :1, :]
+        half = path(q.half(), k.half(), v.half(), keep)
+        claims |= {
+            name: check_close(path(q, k, v, keep), masked),
+            f"{name} scale": check_close(
+                path(q, k, v, scale=2), reference_attention(q, k, v, None, 2)
+            ),
+            f"{name} broadcast": check_close(
+                path(q, k, v, rows), path(q, k, v, rows.expand(2, 1, 2, 3))
+            ),
+            f"{name} of a bool": check_close(
+                path(q, k, v, keep[0, 0, 0, 0].new_ones(())), path(q, k, v)
+            ),
+            f"{name} half": half.dtype == torch.float16 and check_close(half, masked, 0.02),
+        }
+    capped = attend(q, k, v, keep, logit_softcap=0.7)
+    equal = check_draw(4, 4, 4, 2, device=device)  # B = H = S
+    pairs = equal, equal[:, :2], equal[:, 2:]
+    big = torch.full((1, 1, 1, 64), 60.0, dtype=torch.float16, device=device)
+    poisoned = q.clone()
+    poisoned[0, 0, 0, 0] = math.nan
+    lost = attend(poisoned, k, v).isnan()
+    x, memory = check_draw(2, 5, 16, device=device), check_draw(2, 3, 16, device=device)
+    cos, sin = build_rope_cache(5, 6, device=device)
+    for options in (
+        {"bias": True},
+        {"bias": True, "qkv_bias": False},
+        {"qkv_bias": True},
+        {"qk_norm": True, "norm_eps": 0.1},
+        {"scale": 0.3},
+    ):
+        layer = MultiHeadAttention(16, 4, 2, head_dim=6, rope=True, **options)
+        out, _ = check_randomized(layer, device)(x, cos=cos, sin=sin)
+        claims[str(options)] = check_close(out, reference_layer(layer, x, None)[0])
+    cross = check_randomized(MultiHeadAttention(16, 4), device)
+    return claims | {
+        "grouped": check_close(attend_fused(*pairs), attend(*pairs)),
+        "soft cap": check_close(capped, reference_attention(q, k, v, keep, softcap=0.7)),
+        # 64 * 60 * 60 is over float16's 65504, an eighth of it is not
+        "half scores": attend(big, big, big).isfinite().all(),
+        "NaN stays": lost[0, 0, 0].all() and lost.sum() == 7,
+        "cross": check_close(cross(x, memory)[0], reference_layer(cross, x, None, memory)[0]),
+    }
+
+
+@check_seeded(6)
+def demo_D06(device: str = "cpu") -> tuple[bool, str]:
+    """The parameter formulas give what the modules hold."""
+
+    def count(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.to(device).parameters())
+
+    dense, gated = count(DenseFFN(96, 384)), count(GatedFFN(96, gated_hidden_size(96)))
+    gqa, mha = count(MultiHeadAttention(96, 8, 2)), count(MultiHeadAttention(96, 8))
+    formulas = [
+        (dense, ffn_parameters(96, 384, gated=False), 2 * 96 * 384),
+        (gated, ffn_parameters(96, 256, gated=True), 3 * 96 * 256),
+        (gqa, attention_parameters(96, 8, 2), 2 * 96 * 96 * 5 // 4),
+        (mha, attention_parameters(96, 8), 4 * 96 * 96),
+    ]
+    return check_claims(
+        f"FFN params: dense(4d)={dense}, gated(8d/3)={gated} (both expect 73728); attn params: "
+        f"GQA={gqa} (formula 2d^2(1+n_kv/n_q)={formulas[2][1]}), MHA={mha} (formula "
+        f"4d^2={formulas[3][1]})",
+        expected=(dense, gated, gqa, mha) == (73728, 73728, 23040, 36864),
+        **{f"formula {i}": len(set(row)) == 1 for i, row in enumerate(formulas)},
+        **check_counts(device),
+    )
+
+
+def check_counts(device: str) -> dict[str, bool]:
+    """Cache sizes against a real cache, hidden sizes against released models, all defaults."""
+    cache, h = KVCache(), torch.zeros(2, 7, 96, device=device)
+    MultiHeadAttention(96, 8, 2).to(device)(h, kv_cache=cache)
+    stored = cache.k.nbytes + cache.v.nbytes
+    released = {
+        (4096, 256): 11008,  # Llama-2-7B
+        (4096, 1024, 1.3): 14336,  # Llama-3-8B
+        (8192, 4096, 1.3): 28672,  # Llama-3-70B
+    }
+    defaults = {
+        VanillaEncoderLayer2017: (96, 8, 384, F.relu, 1e-5),
+        VanillaSeq2SeqDecoderLayer2017: (96, 8, 384, F.relu, 1e-5),
+        GPT2StyleDecoderLayer: (96, 8, 384, F.gelu, 1e-5),
+        ModernDecoderBlock: (96, 8, 2, 256, None, None, 1e-6),
+        ParallelDecoderBlock: (96, 8, None, 384, None, None, True, 1e-5),
+        BranchNormDecoderBlock: (96, 8, 2, 256, None, None, 1e-6),
+        DenseFFN: (F.gelu, False),
+        GatedFFN: (F.silu, False),
+        MoEFFN: (4, 1),
+        RMSNorm: (1e-6,),
+        KVCache: (None,),
+        MultiHeadAttention: (None, None, False, None, False, False, None, None, 1e-6, attend),
+        MultiHeadLatentAttention: (None,),
+        build_rope_cache: (10000.0, None, torch.float32),
+        kv_cache_bytes: (1, 2),
+        gated_hidden_size: (1, 1.0),
+        pick_next_token: (0.0, None, None, None),
+        DecoderOnlyLM: (
+            *(96, 2, 8, 2, 256, 2048, 10000.0, None, None, None, True, 1.0, None, 1e-6),
+        ),
+        DecoderOnlyLM.generate: (None, 0.0, None, None, None, None),
+    }
+    claims = {
+        "cache": kv_cache_bytes(1, 2, 12, length=7, batch=2, bytes_per_element=4) == stored,
+        "elements": kv_cache_elements(2, 12) == stored // (2 * 7 * 4),
+        "70B as MHA": kv_cache_bytes(80, 64, 128, 4096) == 10 * 2**30,
+        "70B as released": kv_cache_bytes(80, 8, 128, 4096) == 10 * 2**30 // 8,
+        **{f"d_ff of {size}": gated_hidden_size(*size) == d_ff for size, d_ff in released.items()},
+    }
+    for item, expected in defaults.items():
+        parameters = inspect.signature(item).parameters.values()
+        values = tuple(p.default for p in parameters if p.default is not p.empty)
+        claims[f"defaults of {item.__name__}"] = values == expected
+    attn, biased = 4 * 96 * 96, 4 * 96 * 96 + 4 * 96
+    ffn, biased_ffn = 73728, 73728 + 384 + 96
+    x, tables = torch.zeros(1, 2, 96), dict(zip(("cos", "sin"), build_rope_cache(2, 12)))
+    blocks = {  # parameters, rotation, activation, eps of the norms, and what forward needs
+        VanillaEncoderLayer2017(eps=0.1): (biased + biased_ffn + 4 * 96, F.relu, [0.1] * 2, {}),
+        VanillaSeq2SeqDecoderLayer2017(eps=0.1): (
+            2 * biased + biased_ffn + 6 * 96,
+            F.relu,
+            [0.1] * 3,
+            {"memory": x},
+        ),
+        GPT2StyleDecoderLayer(eps=0.1): (biased + biased_ffn + 4 * 96, F.gelu, [0.1] * 2, {}),
+        ModernDecoderBlock(eps=0.1): (23040 + ffn + 2 * 96, F.silu, [0.1] * 2, tables),
+        ParallelDecoderBlock(eps=0.1): (attn + ffn + 2 * 96, F.gelu, [0.1], {}),
+        ParallelDecoderBlock(shared_norm=False): (attn + ffn + 4 * 96, F.gelu, [1e-5] * 2, {}),
+        BranchNormDecoderBlock(eps=0.1): (23040 + ffn + 4 * 96, F.silu, [0.1] * 4, tables),
+    }
+    for block, (total, act, eps, given) in blocks.items():
+        count = sum(parameter.numel() for parameter in block.parameters())
+        norms = [part.eps for part in block.modules() if hasattr(part, "eps")]
+        turned = getattr(block, "attn", block).__dict__.get("rope", False)
+        claims[f"default {type(block).__name__}"] = (count, block.ffn.act, norms, turned) == (
+            total,
+            act,
+            eps,
+            "cos" in given,
+        ) and block.to(device)(x.to(device), **given).shape == x.shape
+    return claims
+
+
+@check_seeded(7)
+def demo_D07(device: str = "cpu") -> tuple[bool, str]:
+    """Packed projections equal separate ones, through all of attention and all of the gated FFN."""
+    x, keep = torch.randn(2, 5, 96).to(device), reference_causal(5).to(device)
+    attn, ffn = MultiHeadAttention(96, 8, 2).to(device), GatedFFN(96, 256).to(device)
+    qkv = torch.cat([p.weight for p in (attn.q_proj, attn.k_proj, attn.v_proj)])  # (q+2kv, d)
+    q, k, v = (
+        part.unflatten(-1, (-1, 12)).transpose(1, 2)
+        for part in F.linear(x, qkv).split((96, 24, 24), dim=-1)
+    )
+    packed = attn.o_proj(attend(q, k, v, keep).transpose(1, 2).flatten(2))
+    gap_qkv = check_gap(packed, attn(x, mask=keep)[0])
+    gate, up = F.linear(x, torch.cat((ffn.gate.weight, ffn.up.weight))).chunk(2, dim=-1)
+    gap_ffn = check_gap(ffn.down(F.silu(gate) * up), ffn(x))
+    swapped = check_gap(ffn.down(F.silu(up) * gate), ffn(x))
+    wrong = check_gap(attn.o_proj(attend(q, v, k, keep).transpose(1, 2).flatten(2)), packed)
+    return check_claims(
+        f"packed QKV vs separate: max|Δ|={gap_qkv:.2e}; packed gate+up vs separate: "
+        f"max|Δ|={gap_ffn:.2e}",
+        qkv=gap_qkv < 5e-6,
+        gate_up=gap_ffn < 5e-6,
+        order_matters=min(swapped, wrong) > 1e-3,
+    )
+
+
+@check_seeded(8)
+def demo_D08(device: str = "cpu") -> tuple[bool, str]:
+    """Serial: the FFN reads the updated stream. Parallel: both branches read the same tensor."""
+    x = torch.randn(2, 5, 96).to(device)
+    cos, sin = build_rope_cache(5, 12, device=device)
+
+    def seen(block: nn.Module, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What attn and ffn are given in a real forward, and what attn adds."""
+        caught = {}
+        hooks = [
+            block.attn.register_forward_hook(
+                lambda _, args, out: caught.update(a=args[0], out=out[0])
+            ),
+            block.ffn.register_forward_hook(lambda _, args, out: caught.update(f=args[0])),
+        ]
+        block(x, *args)
+        for hook in hooks:
+            hook.remove()
+        return caught["a"], caught["f"], caught["out"]
+
+    serial, parallel = ModernDecoderBlock().to(device), ParallelDecoderBlock().to(device)
+    attn_in, ffn_in, attn_out = seen(serial, cos, sin)
+    reads_norm1 = torch.equal(attn_in, serial.norm1(x))
+    updated = torch.equal(ffn_in, serial.norm2(x + attn_out))
+    not_stale = not torch.allclose(ffn_in, serial.norm2(x))
+    attn_same, ffn_same, _ = seen(parallel)
+    both = [torch.equal(given, parallel.norm(x)) for given in (attn_same, ffn_same)]
+    same = attn_same is ffn_same
+    two_norms = ParallelDecoderBlock(shared_norm=False).to(device)
+    attn_own, ffn_own, _ = seen(two_norms)
+    return check_claims(
+        f"sequential: attn input == norm1(x): {reads_norm1}, FFN input == norm2(x+attn_out) "
+        f"(updated stream): {updated} (and != norm2(x) alone: {not_stale}); parallel: attn input "
+        f"== norm(x): {both[0]}, FFN input == norm(x): {both[1]}, attn and FFN inputs are the "
+        f"literal SAME tensor: {same}",
+        serial=reads_norm1 and updated and not_stale,
+        parallel=all(both) and same,
+        two_norms=attn_own is not ffn_own and torch.equal(ffn_own, two_norms.ffn_norm(x)),
+    )
+
+
+@check_seeded(11)  # three tokens then go to experts 0, 2 and 2
+def demo_D09(device: str = "cpu") -> tuple[bool, str]:
+    """Every parameter gets a finite gradient that is not zero; idle experts get none."""
+    cos, sin = build_rope_cache(3, 12, device=device)
+    x = torch.randn(1, 3, 96).to(device)
+    dense = ModernDecoderBlock().to(device)
+    sparse = ModernDecoderBlock(ffn=MoEFFN(96, 256)).to(device)
+    for block in (dense, sparse):
+        block(x, cos, sin).square().sum().backward()
+
+    def alive(parameters: Iterable[nn.Parameter]) -> bool:
+        grads = [parameter.grad for parameter in parameters]
+        return all(g is not None and bool(g.isfinite().all() and g.any()) for g in grads)
+
+    finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in dense.parameters())
+    nonzero = all(p.grad is not None and bool(p.grad.any()) for p in dense.parameters())
+    moe = sparse.ffn
+    used = [n > 0 for n in moe.tokens_per_expert]
+    idle = [p for n, expert in zip(used, moe.experts) if not n for p in expert.parameters()]
+    touched = all(alive(expert.parameters()) for n, expert in zip(used, moe.experts) if n)
+    experts = touched and all(p.grad is None for p in idle)
+    router = alive(moe.router.parameters())
+    rest = alive(p for name, p in sparse.named_parameters() if not name.startswith("ffn."))
+    return check_claims(
+        f"dense block: all grads finite = {finite}, all non-zero = {nonzero}; MoE "
+        f"tokens_per_expert={moe.tokens_per_expert} (<4 tokens, so >=1 expert unused by pigeonhole)"
+        f"; touched experts non-zero+finite grad, untouched experts no/zero grad: {experts}; "
+        f"router gate non-zero+finite grad: {router}; rest-of-block (attn+norms) non-zero+finite "
+        f"grad: {rest}",
+        dense=finite and nonzero,
+        routed=sum(moe.tokens_per_expert) == 3 and len(idle) >= 3,
+        sparse=experts and router and rest,
+        **check_experts(check_exact_device(device)),
+    )
+
+
+def check_experts(device: str) -> dict[str, bool]:
+    """MoEFFN: the router's gradient, the balance loss, dtypes; gradients past rows without keys."""
+    moe, x = check_randomized(MoEFFN(6, 5, n_experts=3), device), check_draw(7, 6, device=device)
+    moe(x).sum().backward()
+    weight, step = moe.router.weight, 1e-6
+    direction, slope = torch.randn(3, 6).to(weight), 0.0
+    with torch.no_grad():
+        for sign in (1, -1):
+            weight += sign * step * direction
+            slope += sign * moe(x).sum().item() / (2 * step)
+            weight -= sign * step * direction
+    routes = [max(range(3), key=(weight @ token).tolist().__getitem__) for token in x]
+    by_hand = MoEFFN(2, 3, n_experts=2).to(device, torch.float64)
+    nn.init.eye_(by_hand.router.weight)
+    odds = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.4, 0.6]], dtype=torch.float64, device="cpu")
+    by_hand(odds.log().to(device))
+    balance, copied = by_hand.aux_loss, copy.copy(by_hand)
+    balance.backward()
+    teaches = by_hand.router.weight.grad.any()
+    by_hand(odds[:1].to(device) * torch.tensor([10.0, 0.0], device=device))
+    crowded = by_hand.aux_loss.item()  # all tokens with probability near 1 at one expert of two
+    nothing = by_hand(x[:0, :2])
+    half = MoEFFN(6, 5).to(device, torch.bfloat16)
+    claims = {
+        "router slope": abs((weight.grad * direction).sum().item() - slope) < 1e-7,
+        "counts": moe.tokens_per_expert == [routes.count(expert) for expert in range(3)],
+        "one vector": check_close(moe(x[0]), reference_ffn(moe, x[0])),
+        # E * sum(f P): f = 2/3 and 1/3, P = 1.7/3 and 1.3/3
+        "balance loss": abs(balance.item() - 2 * (2 * 1.7 + 1.3) / 9) < 1e-12,
+        "balance loss teaches": teaches and 1.99 < crowded < 2,
+        "no tokens": nothing.shape == (0, 2) and by_hand.aux_loss.item() == 0,
+        "copies": not copied.aux_loss.requires_grad and copied.aux_loss == balance,
+        "copies of a new one": copy.copy(MoEFFN(2, 3)).aux_loss is None,
+        "bfloat16": half(x.bfloat16()).dtype == torch.bfloat16
+        and half.aux_loss.dtype == torch.float32,
+    }
+    q, k = check_draw(1, 2, 3, 4, device=device), check_draw(1, 1, 3, 4, device=device)
+    keep = torch.tensor([[False] * 3, [True] * 3, [True, False, True]], device=device)
+    for path in (attend, attend_fused):  # 0 / 0 in the first row would make every gradient NaN
+        inputs = [t.clone().requires_grad_() for t in (q, k, k)]
+        path(*inputs, keep).square().sum().backward()
+        claims[path.__name__] = all(t.grad.isfinite().all() and t.grad.any() for t in inputs)
+    return claims
+
+
+@check_seeded(10)
+def demo_D10(device: str = "cpu") -> tuple[bool, str]:
+    """Illegal configurations fail at construction, and name the argument and its value."""
+    d_model = check_raises(ValueError, lambda: MultiHeadAttention(10, 4), "n_q_heads=4", 10)
+    heads = check_raises(ValueError, lambda: MultiHeadAttention(12, 6, 4), "n_kv_heads=4", 6)
+    odd = check_raises(ValueError, lambda: MultiHeadAttention(12, 4, rope=True), "head_dim", 3)
+    top_k = check_raises(NotImplementedError, lambda: MoEFFN(8, 8, top_k=2), "top_k", 2)
+    legal = MultiHeadAttention(12, 4)(torch.zeros(1, 2, 12))[0].shape == (1, 2, 12)
+    return check_claims(
+        f"d_model % n_q_heads != 0 raises ValueError: {d_model}; n_q_heads % n_kv_heads != 0 "
+        f"raises ValueError: {heads}; RoPE + odd head_dim raises ValueError: {odd}; "
+        f"MoEFFN(top_k=2) raises NotImplementedError (no silent top-1 downgrade): {top_k}",
+        heads=d_model and heads,
+        rotation=odd,
+        experts=top_k,
+        legal=legal,
+        **check_refusals(),
+    )
+
+
+def check_refusals() -> dict[str, bool]:
+    """Every constructor and counting function refuses what it cannot use."""
+    ranks = {"kv_rank": 4, "rope_dim": 2, "nope_dim": 2, "v_dim": 2}
+    sizes = [  # a callable and the arguments that must be integers of at least 1
+        (RMSNorm, {"d_model": 4}),
+        (DenseFFN, {"d_model": 4, "d_ff": 4}),
+        (GatedFFN, {"d_model": 4, "d_ff": 4}),
+        (MoEFFN, {"d_model": 4, "d_ff": 4, "n_experts": 2}),
+        (MultiHeadAttention, {"d_model": 4, "n_q_heads": 2, "n_kv_heads": 1, "head_dim": 2}),
+        (MultiHeadLatentAttention, {"d_model": 4, "n_heads": 2, **ranks, "q_rank": 2}),
+        (KVCache, {"max_len": 1}),
+        (functools.partial(ParallelDecoderBlock, attn=nn.Identity()), {"d_model": 8}),
+        (build_rope_cache, {"max_len": 2, "head_dim": 2}),
+        (sinusoidal_positions, {"max_len": 2, "d_model": 2}),
+        (attention_parameters, {"d_model": 4, "n_q_heads": 2, "n_kv_heads": 1}),
+        (functools.partial(ffn_parameters, gated=True), {"d_model": 4, "d_ff": 4}),
+        (kv_cache_elements, {"n_kv_heads": 1, "head_dim": 2}),
+        (
+            functools.partial(kv_cache_bytes, n_kv_heads=1, head_dim=1),
+            {"n_layers": 1, "length": 1, "batch": 1, "bytes_per_element": 1},
+        ),
+        (gated_hidden_size, {"d_model": 4, "multiple_of": 2}),
+        (
+            functools.partial(DecoderOnlyLM, make_block=lambda _: nn.Identity()),
+            {
+                "vocab_size": 3,
+                "d_model": 4,
+                "n_layers": 1,
+                "n_q_heads": 2,
+                "max_len": 3,
+                "rope_dim": 2,
+            },
+        ),
+    ]
+    claims = {}
+    for make, good in sizes:
+        name = getattr(make, "func", make).__name__
+        make(**good)
+        claims[f"sizes of {name}"] = all(
+            check_raises(ValueError, lambda: make(**{**good, size: 0}), size, 0)
+            and check_raises(TypeError, lambda: make(**{**good, size: 2.0}), size, 2.0)
+            and check_raises(TypeError, lambda: make(**{**good, size: True}), size, True)
+            and check_raises(ValueError, lambda: make(**{**good, size: 2**63}), size, 2**63)
+            for size in good
+        )
+    positives = [  # a callable and its argument that must be a finite number above 0
+        (lambda eps: RMSNorm(4, eps), "eps"),
+        (lambda eps: VanillaEncoderLayer2017(8, eps=eps), "eps"),
+        (lambda eps: VanillaSeq2SeqDecoderLayer2017(8, eps=eps), "eps"),
+        (lambda eps: GPT2StyleDecoderLayer(8, eps=eps), "eps"),
+        (lambda eps: ParallelDecoderBlock(8, eps=eps), "eps"),
+        (lambda scale: MultiHeadAttention(4, 2, scale=scale), "scale"),
+        (lambda cap: MultiHeadAttention(4, 2, logit_softcap=cap), "logit_softcap"),
+        (lambda cap: DecoderOnlyLM(3, 16, logit_softcap=cap), "logit_softcap"),
+        (lambda scale: DecoderOnlyLM(3, 16, embedding_scale=scale), "embedding_scale"),
+        (lambda base: DecoderOnlyLM(3, 16, rope_base=base), "rope_base"),
+        (lambda base: build_rope_cache(2, 2, base), "base"),
+        (lambda multiplier: gated_hidden_size(4, 1, multiplier), "multiplier"),
+    ]
+    for i, (make, name) in enumerate(positives):
+        claims[f"{name} {i}"] = all(
+            check_raises(ValueError, lambda: make(value), name, value)
+            for value in (0, -1.0, math.inf, math.nan)
+        ) and check_raises(TypeError, lambda: make("1"), name, "'1'")
+    fused = functools.partial(MultiHeadAttention, 4, 2, attend=attend_fused)
+    odd_ranks = {**ranks, "rope_dim": 3}
+    refused = [
+        (ValueError, lambda: build_rope_cache(4, 5), "head_dim", 5),
+        (TypeError, lambda: build_rope_cache(4, 4, dtype=torch.int64), "dtype", "int64"),
+        (TypeError, lambda: build_rope_cache(4, 4, dtype="half"), "dtype", "half"),
+        (ValueError, lambda: MultiHeadLatentAttention(4, 2, **odd_ranks), "rope_dim", 3),
+        (ValueError, lambda: fused(logit_softcap=30.0), "logit_softcap", 30.0),
+        (TypeError, lambda: MultiHeadAttention(4, 2, attend="fused"), "attend", "'fused'"),
+        (TypeError, lambda: DenseFFN(4, 4, act="gelu"), "act", "'gelu'"),
+        (TypeError, lambda: GatedFFN(4, 4, act="silu"), "act", "'silu'"),
+        (ValueError, lambda: attention_parameters(10, 4), "d_model=10", "n_q_heads=4"),
+        (ValueError, lambda: attention_parameters(12, 6, 4), "n_q_heads=6", "n_kv_heads=4"),
+        (ValueError, lambda: DecoderOnlyLM(3, 16, windows=[None]), "windows", 1),
+        (ValueError, lambda: DecoderOnlyLM(3, 16, windows=[None, 0]), "windows", 0),
+        (TypeError, lambda: DecoderOnlyLM(3, 16, windows=3), "windows", 3),
+        (TypeError, lambda: DecoderOnlyLM(3, 16, make_block=3), "make_block", 3),
+        (ValueError, lambda: DecoderOnlyLM(3, 16, rope_dim=5), "rope_dim", 5),
+    ]
+    for block in (ModernDecoderBlock, ParallelDecoderBlock, BranchNormDecoderBlock):
+        refused.append((TypeError, functools.partial(block, 16, attn=3), "attn", 3))
+        refused.append((TypeError, functools.partial(block, 16, ffn=[]), "ffn", "[]"))
+    for error, call, *words in refused:
+        claims[" ".join(map(str, words))] = check_raises(error, call, *words)
+    claims["fused without soft cap"] = fused().logit_softcap is None
+    return claims
+
+
+@check_seeded(11)
+def demo_D11(device: str = "cpu") -> tuple[bool, str]:
+    """The cache refuses what does not continue it, and survives the refusal unchanged."""
+    attn, cache = MultiHeadAttention(96, 8, 2, rope=True).to(device), KVCache()
+    x = torch.randn(2, 6, 96).to(device)
+    cos, sin = build_rope_cache(6, 12, device=device)
+
+    def step(at: int, start_pos: int | None) -> Tensor:
+        return attn(x[:, at : at + 1], cos=cos, sin=sin, kv_cache=cache, start_pos=start_pos)[0]
+
+    attn(x[:, :4], cos=cos, sin=sin, kv_cache=cache)
+    stored = cache.k.clone()
+    inconsistent = check_raises(ValueError, lambda: step(4, 3), "start_pos", "next_pos=4", 3)
+    survived = cache.next_pos == 4 and torch.equal(cache.k, stored)
+    step(4, 4)
+    consistent = cache.next_pos == 5 and torch.equal(cache.k[:, :, :4], stored)
+    k = torch.randn(2, 2, 1, 12).to(device)
+    mismatched = all(
+        check_raises(ValueError, lambda: cache.append(*pair), name)
+        for name, pair in (
+            ("k_new", (k[:1], k[:1])),
+            ("v_new", (k, k[..., :6])),
+            ("v_new", (k, k[:1])),
+        )
+    )
+    kept = cache.next_pos == 5
+    cache.reset()
+    cleared = (cache.k, cache.v, cache.next_pos) == (None, None, 0)
+    return check_claims(
+        f"inconsistent start_pos vs non-empty cache raises ValueError: {inconsistent}; consistent "
+        f"start_pos does not raise: {consistent}; cache.reset() clears state: {cleared}; append() "
+        f"with mismatched batch/shape raises ValueError: {mismatched}",
+        start_pos=inconsistent and survived and consistent,
+        reset=cleared,
+        append=mismatched and kept,
+        **check_cache_refusals(device),
+        **check_generate_refusals(device),
+    )
+
+
+def check_cache_refusals(device: str) -> dict[str, bool]:
+    """Whatever is refused, or fails later on, leaves the cache as it was."""
+    x = torch.randn(2, 3, 16).to(device)
+    cos, sin = build_rope_cache(5, 4, device=device)
+    block, cache = ModernDecoderBlock(16, 4, 2, 12).to(device), KVCache(max_len=4)
+    block(x, cos, sin, kv_cache=cache)
+    before, k, y = (cache.k.clone(), cache.v.clone()), cache.k[:, :, :1] + 1, x[:, :1]
+    seen = torch.ones(2, 6, dtype=torch.bool, device=device)
+    attn = functools.partial(block.attn, y, cos=cos, sin=sin, kv_cache=cache)
+
+    def attend_other(**options: object) -> Callable:
+        return lambda: block.attn(**{"x": y, "cos": cos, "sin": sin, "kv_cache": cache, **options})
+
+    refused = [
+        (ValueError, attend_other(x=x[:, :2]), "max_len=4", 5),
+        (ValueError, attend_other(x=x), "cos", 5, 6),
+        (ValueError, attend_other(x=y[:1]), "k_new", "[1, "),
+        (ValueError, attend_other(x=y[..., :8]), "x", "[2, 1, 8]"),
+        (ValueError, attend_other(x=y[0]), "x", "[1, 16]"),
+        (TypeError, attend_other(x=y.long()), "x", "int64"),
+        (ValueError, attend_other(mask=seen[:1, :1]), "mask", "[1, 1]"),
+        (ValueError, attend_other(mask=seen[None, :1, :4]), "mask", "[1, 1, 4]"),
+        (TypeError, attend_other(mask=seen[:1, :4].float()), "mask", "float32"),
+        (TypeError, attend_other(mask=[True]), "mask", "list"),
+        (ValueError, attend_other(key_padding_mask=seen[:, :3]), "key_padding_mask", "[2, 3]"),
+        (TypeError, attend_other(key_padding_mask=seen.long()), "key_padding_mask", "int64"),
+        (ValueError, attend_other(start_pos=-1), "start_pos", -1),
+        (TypeError, attend_other(start_pos=3.0), "start_pos", 3.0),
+        (TypeError, attend_other(kv_cache=[cache]), "kv_cache", "list"),
+        (ValueError, attend_other(cos=None), "cos", None),
+        (ValueError, attend_other(sin=None), "sin", None),
+        (ValueError, attend_other(cos=cos[None]), "cos", "[1, 5, 4]"),
+        (ValueError, attend_other(sin=sin[:, :2]), "sin", "[5, 2]"),
+        (ValueError, lambda: cache.truncate(4), "length", 4, "next_pos=3"),
+        (ValueError, lambda: cache.truncate(-1), "length", -1),
+        (TypeError, lambda: cache.truncate(1.0), "length", 1.0),
+        (TypeError, lambda: cache.append(k.half(), k.half()), "k_new", "float16"),
+        (TypeError, lambda: cache.append(k, k.half()), "v_new", "float16"),
+        (TypeError, lambda: cache.append(k, k.to("meta")), "v_new", "meta"),
+        (ValueError, lambda: cache.append(k[0], k), "k_new", "[2, 1, 4]"),
+        (ValueError, lambda: cache.append(k, k[:, :1]), "v_new", "[2, 1, 1, 4]"),
+        (ValueError, lambda: cache.append(k[:, :1], k[:, :1]), "k_new", "[2, 1, 1, 4]"),
+        (ValueError, lambda: cache.append(k[..., :2], k), "k_new", "[2, 2, 1, 2]"),
+        (ValueError, lambda: cache.append(k, k[..., :2]), "v_new", "[2, 2, 1, 2]"),
+    ]
+    claims = {}
+
+    def unchanged() -> bool:
+        stored = torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
+        return cache.next_pos == 3 and stored
+
+    for i, (error, call, *words) in enumerate(refused):
+        claims[f"{i} {words[0]}"] = check_raises(error, call, *words) and unchanged()
+    attn(start_pos=3, mask=seen[:1, :4], key_padding_mask=seen[:, :4])
+    claims["goes on"] = cache.next_pos == 4 and torch.equal(cache.k[:, :, :3], before[0])
+    cache.truncate(3)
+    broken, tables = DenseFFN(8, 8), {"cos": cos, "sin": sin}
+    gpt2 = GPT2StyleDecoderLayer(16, 2, 12)
+    gpt2.ffn = broken
+    latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=2, nope_dim=4, v_dim=4)
+    stray = check_raises(ValueError, lambda: latent.to(device)(x, **tables), "cos", 4, 2)
+    late = {  # what fails when the attention or all of it is done
+        "attn": (MultiHeadAttention(16, 4, 2, rope=True, attend=lambda *_, **__: 1 / 0), tables),
+        "gpt2": (gpt2, {}),
+        "modern": (ModernDecoderBlock(16, 4, 2, ffn=broken), tables),
+        "parallel": (ParallelDecoderBlock(16, 4, 2, ffn=broken), {}),
+        "branch": (BranchNormDecoderBlock(16, 4, 2, ffn=broken), tables),
+    }
+    for name, (layer, given) in late.items():
+        cache = KVCache()
+        error = ZeroDivisionError if name == "attn" else ValueError
+        raised = check_raises(error, lambda: layer.to(device)(x, kv_cache=cache, **given))
+        claims[f"{name} takes back"] = raised and cache.next_pos == 0 and cache.k is None
+    latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=4, nope_dim=4, v_dim=4)
+    latent.o_proj = nn.Linear(3, 16)
+    cache = KVCache()
+    raised = check_raises(RuntimeError, lambda: latent.to(device)(x, kv_cache=cache, **tables))
+    claims["latent takes back"] = stray and raised and cache.next_pos == 0
+    block.attn.k_proj = nn.Linear(16, 6).to(device)  # a shard of one and a half heads
+    claims["too many ranks"] = check_raises(
+        ValueError, lambda: block.attn(x, **tables), "n_kv_heads=2", "ranks"
+    )
+    return claims
+
+
+def check_generate_refusals(device: str) -> dict[str, bool]:
+    """DecoderOnlyLM: refused calls change no cache, no flag and no generator."""
+    lm = DecoderOnlyLM(7, 16, 2, 4, 2, 12, max_len=6).to(device)
+    ids = torch.tensor([[1, 2, 3]], device=device)
+    long, padding = ids.repeat(1, 2), torch.tensor([[False, True, True]], device=device)
+    caches, logits = lm.new_caches(), lm(ids)
+    lm(ids, kv_caches=caches)
+    before = [cache.k.clone() for cache in caches]
+    uneven, short = [caches[0], KVCache()], [caches[0], KVCache(max_len=4)]
+    lm.blocks[1](lm.embedding(ids), *build_rope_cache(3, 4, device=device), kv_cache=short[1])
+    sample = functools.partial(lm.generate, ids, 2)
+    twice, half = ids.repeat(2, 1), torch.cat((padding, padding & False))
+    hole = torch.tensor([[False, True, False, True]], device=device)
+    refused = [
+        (ValueError, lambda: lm(long[:, :4], kv_caches=caches), "ids", 7, "max_len=6"),
+        (ValueError, lambda: lm(ids, kv_caches=caches[:1]), "kv_caches", 2, 1),
+        (ValueError, lambda: lm(ids, kv_caches=uneven), "kv_caches", "[0, 3]"),
+        (ValueError, lambda: lm(ids, kv_caches=short), "max_len=4", 6),
+        (
+            ValueError,
+            lambda: lm(ids, kv_caches=caches, key_padding_mask=padding),
+            "key_padding_mask",
+            "[1, 3]",
+        ),
+        (TypeError, lambda: lm(ids, key_padding_mask=padding.long()), "key_padding_mask", "int64"),
+        (ValueError, lambda: lm(ids + 4), "ids", 6, 7),
+        (TypeError, lambda: lm(ids.float()), "ids", "float32"),
+        (ValueError, lambda: lm(ids[0]), "ids", "[3]"),
+        (ValueError, lambda: sample(top_k=0), "top_k", 0),
+        (TypeError, lambda: sample(top_k=1.5), "top_k", 1.5),
+        (ValueError, lambda: sample(top_p=0.0), "top_p", 0.0),
+        (ValueError, lambda: sample(top_p=1.01), "top_p", 1.01),
+        (ValueError, lambda: sample(temperature=-1.0), "temperature", -1.0),
+        (ValueError, lambda: sample(temperature=math.nan), "temperature", "nan"),
+        (ValueError, lambda: sample(temperature=math.inf), "temperature", "inf"),
+        (TypeError, lambda: sample(temperature="1"), "temperature", "'1'"),
+        (TypeError, lambda: sample(temperature=1.0, generator=3), "generator", 3),
+        (ValueError, lambda: sample(eos_id=7), "eos_id", 7),
+        (TypeError, lambda: lm(ids, kv_caches=caches[0]), "kv_caches", "KVCache"),
+        (ValueError, lambda: pick_next_token(logits[0], -1.0), "temperature", -1.0),
+        (ValueError, lambda: pick_next_token(logits), "logits", "[1, 3, 7]"),
+        (TypeError, lambda: pick_next_token(ids), "logits", "int64"),
+        (ValueError, lambda: sample(eos_id=-1), "eos_id", -1),
+        (ValueError, lambda: lm.generate(ids, -1), "max_new_tokens", -1),
+        (ValueError, lambda: lm.generate(ids, 4), "max_new_tokens=4", "max_len=6"),
+        (ValueError, lambda: lm.generate(ids[:, :0], 1), "ids"),
+        (ValueError, lambda: lm.generate(ids[0], 1), "ids", "[3]"),
+        (TypeError, lambda: lm.generate(ids.float(), 1), "ids", "float32"),
+        (ValueError, lambda: sample(key_padding_mask=~padding), "key_padding_mask", "left"),
+        (
+            ValueError,
+            lambda: sample(key_padding_mask=padding.roll(1, 1)),
+            "key_padding_mask",
+            "left",
+        ),
+        (ValueError, lambda: sample(key_padding_mask=padding & False), "key_padding_mask", "left"),
+        (
+            ValueError,
+            lambda: lm.generate(twice, 0, key_padding_mask=half),
+            "key_padding_mask",
+            "left",
+        ),
+        (
+            ValueError,
+            lambda: lm.generate(long[:, :4], 1, key_padding_mask=hole),
+            "key_padding_mask",
+        ),
+        (ValueError, lambda: lm.generate(ids, 0, key_padding_mask=padding[0]), "key_padding_mask"),
+        (
+            ValueError,
+            lambda: lm.generate(twice, 2, key_padding_mask=padding),
+            "key_padding_mask",
+            "[1, 3]",
+        ),
+        (TypeError, lambda: sample(key_padding_mask=padding.long()), "key_padding_mask", "int64"),
+    ]
+    claims, state = {}, torch.get_rng_state()
+    for i, (error, call, *words) in enumerate(refused):
+        raised = check_raises(error, call, *words)
+        same = all(torch.equal(cache.k, k) for cache, k in zip(caches, before))
+        claims[f"generate {i} {words[0]}"] = raised and same
+    lm.train()
+    lm.final_norm = RMSNorm(8).to(device)  # fails behind the blocks
+    broken = check_raises(ValueError, lambda: lm.generate(ids, 1), "x", "[1, 3, 16]")
+    broken = broken and check_raises(ValueError, lambda: lm(ids, kv_caches=caches), "x")
+    same = all(torch.equal(cache.k, k) for cache, k in zip(caches, before))
+    losses = [
+        (ValueError, lambda: next_token_loss(logits, ids[:, :2]), "ids", "[1, 2]"),
+        (ValueError, lambda: next_token_loss(logits[0], ids), "logits", "[3, 7]"),
+        (ValueError, lambda: next_token_loss(logits, ids + 4), "ids", 7),
+        (ValueError, lambda: next_token_loss(logits, ids - 2), "ids", -1),
+        (TypeError, lambda: next_token_loss(logits, ids.float()), "ids", "float32"),
+        (TypeError, lambda: next_token_loss(logits.long(), ids), "logits", "int64"),
+        (TypeError, lambda: next_token_loss(logits, ids, ids), "key_padding_mask", "int64"),
+        (
+            ValueError,
+            lambda: next_token_loss(logits, ids, padding[:, :2]),
+            "key_padding_mask",
+            "[1, 2]",
+        ),
+    ]
+    return claims | {
+        "failure behind the blocks": broken and same and all(m.training for m in lm.modules()),
+        "generator": torch.equal(state, torch.get_rng_state()),
+        "losses": all(check_raises(error, call, *words) for error, call, *words in losses),
+    }
+
+
+@check_seeded(12)
+def demo_D12(device: str = "cpu") -> tuple[bool, str]:
+    """Cross-attention refuses rotation and caches, and works without them."""
+    x, memory = torch.randn(1, 4, 32).to(device), torch.randn(1, 6, 32).to(device)
+    rotated = MultiHeadAttention(32, 4, rope=True).to(device)
+    plain, cache = MultiHeadAttention(32, 4).to(device), KVCache()
+    cos, sin = build_rope_cache(6, 8, device=device)
+    words = ("memory", "rope=True", "kv_cache")
+    rope = check_raises(ValueError, lambda: rotated(x, memory, cos=cos, sin=sin), *words)
+    cached = check_raises(ValueError, lambda: plain(x, memory, kv_cache=cache), *words)
+    out, (k, v) = plain(x, memory)
+    works = out.shape == (1, 4, 32) and bool(out.isfinite().all())
+    layer = VanillaSeq2SeqDecoderLayer2017(32, 4, 32).to(device)
+    padding = torch.ones(1, 6, dtype=torch.bool, device=device)
+    padded = {"memory_key_padding_mask": padding[:, :4]}
+    refused = [
+        (ValueError, lambda: plain(x, memory[..., :8]), "memory", "[1, 6, 8]"),
+        (TypeError, lambda: plain(x, memory.half()), "memory", "float16"),
+        (ValueError, lambda: plain(x, start_pos=-1), "start_pos", -1),
+        (ValueError, lambda: plain(x, memory.repeat(2, 1, 1)), "memory", "[2, 6, 32]"),
+        (ValueError, lambda: plain(x, memory, mask=padding[:, :4]), "mask", "[1, 4]"),
+        (TypeError, lambda: layer(x, None), "memory", "NoneType"),
+        (ValueError, lambda: layer(x, memory[0]), "memory", "[6, 32]"),
+        (ValueError, lambda: layer(x, memory, **padded), "memory_key_padding_mask", "[1, 4]"),
+        (
+            ValueError,
+            lambda: layer(x, memory, key_padding_mask=padding),
+            "key_padding_mask",
+            "[1, 6]",
+        ),
+        (ValueError, lambda: layer(x[0], memory), "x", "[4, 32]"),
+        (ValueError, lambda: layer(x[..., :8], memory), "x", "[1, 4, 8]"),
+    ]
+    return check_claims(
+        f"cross-attention + RoPE raises ValueError: {rope}; cross-attention + KV cache raises "
+        f"ValueError: {cached}; plain cross-attention (no RoPE/cache) still works, "
+        f"shape={tuple(out.shape)}: {works}",
+        rope=rope,
+        cache=cached and cache.next_pos == 0,
+        plain=works and k.shape == v.shape == (1, 4, 6, 8),
+        refused=all(check_raises(error, call, *words) for error, call, *words in refused),
+    )
+
+
+@check_seeded(13)
+def demo_D13(device: str = "cpu") -> tuple[bool, str]:
+    """Rows without a key give zeros; padding is per sample, also when B equals G or T."""
+    attn = MultiHeadAttention(96, 8, 2).to(device)
+    x = torch.randn(2, 5, 96).to(device)
+    keep = reference_causal(5).to(device)
+    keep[2] = False
+    out, _ = attn(x, mask=keep)
+    finite = bool(out.isfinite().all()) and not out[:, 2].any() and bool(out[:, 3].all())
+
+    def isolated(B: int, T: int, lengths: list[int]) -> float:
+        """One padded batch against every sample alone and cut to its length."""
+        x = torch.randn(B, T, 96).to(device)
+        padding = torch.arange(T, device=device) < torch.tensor(lengths, device=device)[:, None]
+        together = attn(x, key_padding_mask=padding)[0]
+        gaps = [
+            check_gap(together[b, :n], attn(x[b : b + 1, :n])[0][0]) for b, n in enumerate(lengths)
+        ]
+        return max(gaps)
+
+    as_groups, as_tokens = isolated(2, 5, [3, 5]), isolated(3, 3, [1, 3, 2])
+    per_group, per_token = as_groups < 5e-6, as_tokens < 5e-6
+    return check_claims(
+        f"fully-masked query row produces finite output (no NaN): {finite}; key_padding_mask "
+        f"correctly isolated per-batch-sample when B==n_kv_heads (2): max|Δ| vs per-sample "
+        f"reference={as_groups:.2e} -> {per_group}; same check when B==Tq (3): max|Δ|="
+        f"{as_tokens:.2e} -> {per_token}",
+        finite=finite,
+        per_sample=per_group and per_token,
+        unpadded_differs=check_gap(attn(x)[0], attn(x[:, :3])[0]) > 0,
+        **check_masks(check_exact_device(device)),
+    )
+
+
+def check_masks(device: str) -> dict[str, bool]:
+    """A mask for all samples, padding in the 2017 layers; what operators and layers refuse."""
+    x, claims = check_draw(3, 3, 16, device=device), {}
+    padding = torch.tensor([[True] * 3, [False, True, True], [True, True, False]], device=device)
+    blocks = demo_blocks(device, "encoder", "seq2seq", "gpt2", "parallel", batch=3)
+    (encoder, _), (decoder, given) = blocks["encoder"], blocks["seq2seq"]
+    claims["encoder"] = check_close(encoder(x, padding)[1:2, 1:], encoder(x[1:2, 1:]))
+    crossed = decoder(x, **given, memory_key_padding_mask=padding)
+    claims["memory"] = check_close(crossed[1:2], decoder(x[1:2], given["memory"][1:2, 1:]))
+    own = reference_causal(3, window=2).to(device)
+    shared = decoder(x, mask=own, **given)
+    claims["one mask"] = check_close(shared, decoder(x, mask=own.expand(3, 3, 3), **given))
+    blocks["modern"] = ModernDecoderBlock(16, 4), {"cos": None, "sin": None}
+    blocks["branch"] = BranchNormDecoderBlock(16, 4), {"cos": None, "sin": None}
+    for name, (block, given) in blocks.items():
+        claims[f"{name} x"] = all(
+            check_raises(ValueError, lambda: block(wrong, **given), "x", list(wrong.shape))
+            for wrong in (x[..., :8], x[0])
+        ) and check_raises(TypeError, lambda: block(x.half(), **given), "x", "float16")
+    q, k, keep = x.view(3, 1, 3, 16), x[:, None, :2], torch.ones(3, 1, 3, 2, dtype=torch.bool)
+    keep, four = keep.to(device), q.expand(3, 4, 3, 16)
+    for path in (attend, attend_fused):
+        refused = [
+            (ValueError, lambda: path(q[0], k, k), "q", "[1, 3, 16]"),
+            (ValueError, lambda: path(q, k[:2], k), "k", "[2, 1, 2, 16]"),
+            (ValueError, lambda: path(q, k[..., :4], k), "k", "[3, 1, 2, 4]"),
+            (ValueError, lambda: path(q, k, k[:, :, :1]), "v", "[3, 1, 1, 16]"),
+            (ValueError, lambda: path(four, *[four[:, :3, :2]] * 2), "q", 4, 3),
+            (ValueError, lambda: path(four, *[four[:, :0, :2]] * 2), "q", 4, 0),
+            (TypeError, lambda: path(q, k.half(), k), "k", "float16"),
+            (TypeError, lambda: path(q, k, k.half()), "v", "float16"),
+            (TypeError, lambda: path(q.long(), k, k), "q", "int64"),
+            (TypeError, lambda: path(q, k, k, keep.float()), "keep", "float32"),
+            (ValueError, lambda: path(q, k, k, keep[:2]), "keep", "[2, 1, 3, 2]"),
+            (ValueError, lambda: path(q, k, k, keep[..., :2, :]), "keep", "[3, 1, 2, 2]"),
+            (ValueError, lambda: path(q, k, k, keep.expand(3, 2, 3, 2)), "keep", "[3, 2, 3, 2]"),
+            (ValueError, lambda: path(q, k, k, keep[:, :0]), "keep", "[3, 0, 3, 2]"),
+            (ValueError, lambda: path(q[..., :0], k[..., :0], k), "q", "[3, 1, 3, 0]"),
+            (ValueError, lambda: path(q, k, k, scale=0.0), "scale", 0.0),
+            (TypeError, lambda: path(q, k, k, [True]), "keep", "list"),
+            (ValueError, lambda: path(q, k, k, keep[None]), "keep", "[1, 3, 1, 3, 2]"),
+            (ValueError, lambda: path(q, k, k, logit_softcap=0), "logit_softcap", 0),
+        ]
+        name = path.__name__
+        claims[f"{name} refuses"] = all(
+            check_raises(e, call, *words) for e, call, *words in refused
+        )
+    positions = torch.arange(3)
+    refused = [
+        (TypeError, lambda: build_causal_mask(positions.float(), positions), "q_positions"),
+        (TypeError, lambda: build_causal_mask(positions, positions.bool()), "k_positions"),
+        (ValueError, lambda: build_causal_mask(positions[None], positions), "q_positions"),
+        (ValueError, lambda: build_causal_mask(positions, positions[0]), "k_positions"),
+        (ValueError, lambda: build_causal_mask(positions, positions, 0), "window", 0),
+        (TypeError, lambda: build_causal_mask(positions, positions, 1.0), "window", 1.0),
+        (TypeError, lambda: build_causal_mask(positions.cfloat(), positions), "complex64"),
+    ]
+    claims["build_causal_mask"] = all(check_raises(e, call, *words) for e, call, *words in refused)
+    layers = [DenseFFN(16, 4), GatedFFN(16, 4), MoEFFN(16, 4)]
+    ranks = {"kv_rank": 4, "rope_dim": 4, "nope_dim": 4, "v_dim": 4}
+    attentions = [MultiHeadAttention(16, 2), MultiHeadLatentAttention(16, 2, **ranks)]
+    for layer in layers + attentions:
+        half = torch.zeros(1, 1, 16).half()
+        claims[f"{type(layer).__name__} dtype"] = check_raises(
+            TypeError, lambda: layer(half), "x", "float32", "float16"
+        )
+    with torch.autocast("cpu", torch.bfloat16):  # where weights are cast anyway
+        claims["autocast"] = layers[0](half.bfloat16()).dtype == torch.bfloat16
+    for layer in (RMSNorm(16), *layers):
+        wide = torch.zeros(2, 16)
+        claims[f"{type(layer).__name__} x"] = (
+            check_raises(ValueError, lambda: layer(wide[:, :1]), "x", "[2, 1]")
+            and check_raises(ValueError, lambda: layer(wide[0, 0]), "x", "[]")
+            and check_raises(TypeError, lambda: layer(wide.long()), "x", "int64")
+            and check_raises(TypeError, lambda: layer([1.0]), "x", "list")
+            and layer(wide[0]).shape == (16,)
+        )
+    return claims
+
+
+@check_seeded(14)
+def demo_D14(device: str = "cpu") -> tuple[bool, str]:
+    """Leaving the mask out is causal, also behind a cache."""
+    x = torch.randn(2, 6, 96).to(device)
+    cos, sin = build_rope_cache(6, 12, device=device)
+    positions = torch.arange(6, device=device)
+    explicit = build_causal_mask(positions, positions)
+    gpt2, modern = GPT2StyleDecoderLayer().to(device), ModernDecoderBlock().to(device)
+    out = gpt2(x)
+    same_gpt2 = torch.equal(out, gpt2(x, explicit)) and not torch.equal(out, gpt2(x, explicit.T))
+    x_changed = torch.cat((x[:, :4], x[:, 4:] + 1), dim=1)
+    causal = check_gap(out[:, :4], gpt2(x_changed)[:, :4]) < 1e-6
+    causal = causal and check_gap(out[:, 4:], gpt2(x_changed)[:, 4:]) > 1e-3
+    same_modern = torch.equal(modern(x, cos, sin), modern(x, cos, sin, explicit))
+    claims, exact = {}, check_exact_device(device)
+    x, given = check_draw(2, 6, 16, device=exact), explicit.to(exact)
+    for name, (block, options) in demo_blocks(exact, "seq2seq", "parallel", "branch").items():
+        omitted, opened = block(x, **options), block(x, mask=given | True, **options)
+        claims[name] = torch.equal(omitted, block(x, mask=given, **options))
+        claims[f"{name} mask is used"] = check_gap(omitted[:, 0], opened[:, 0]) > 1e-3
+    return check_claims(
+        f"GPT2StyleDecoderLayer: omitted causal_mask == explicit causal_mask: {same_gpt2}, default "
+        f"is genuinely causal (no future->past leakage): {causal}; ModernDecoderBlock: omitted "
+        f"causal_mask == explicit causal_mask: {same_modern}",
+        same_gpt2=same_gpt2 and causal,
+        same_modern=same_modern,
+        **claims,
+    )
+
+
+@check_seeded(15)
+def demo_D15(device: str = "cpu") -> tuple[bool, str]:
+    """Rotation tables keep dtype and device, and hold the angles that the formula gives."""
+    exact = check_exact_device(device)
+    wide = build_rope_cache(8, 4, device=exact, dtype=torch.float64)
+    narrow = build_rope_cache(8, 4, device=exact)
+    x = check_draw(2, 3, 8, 4, device=exact)
+    is_wide = all(table.dtype == torch.float64 for table in wide)
+    turned = apply_rope(x, *narrow)
+    casts = turned.dtype == torch.float64 and all(t.dtype == torch.float32 for t in narrow)
+    gap = check_gap(turned, apply_rope(x, *wide))
+    return check_claims(
+        f"build_rope_cache(dtype=float64) produces float64 cos/sin: {is_wide}; apply_rope "
+        f"auto-casts a mismatched (float32) cache to a float64 input's dtype (no crash, correct "
+        f"output dtype): {casts}; matches a natively-float64-built cache: {gap == 0} "
+        f"(max|Δ|={gap:.2e})",
+        float64=is_wide,
+        casts=casts,
+        same=gap == 0,
+        **check_rotation(exact),
+        **check_devices(device),
+    )
+
+
+def check_rotation(device: str) -> dict[str, bool]:
+    """Rotation is complex multiplication, keeps lengths, and sees only distances."""
+    x = check_draw(2, 3, 9, 8, device=device)
+    cos, sin = build_rope_cache(300, 8, 100.0, device=device)
+    part = build_rope_cache(9, 4, device=device)
+    turned = apply_rope(x, cos[:9], sin[:9])
+    scores = [
+        (apply_rope(x[:, :, :1], *row(a)) * apply_rope(x[:, :, 1:2], *row(b))).sum(-1)
+        for a, b in ((7, 2), (105, 100))
+        for row in [lambda t: (cos[t : t + 1], sin[t : t + 1])]
+    ]
+    sines = [[pos / 10000 ** (c // 2 * 2 / 5) for c in range(5)] for pos in range(3)]
+    sines = [[math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(row)] for row in sines]
+    by_hand = apply_rope(
+        torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), *(t[1:2] for t in build_rope_cache(2, 4))
+    )
+    low = apply_rope(x.bfloat16(), cos[:9], sin[:9])
+    tables = [t.bfloat16() for t in build_rope_cache(300, 8, 100.0)]
+    late = math.cos(299 * 100 ** (-2 / 8))
+    return {
+        "complex": check_close(turned, reference_turn(x, 8, 100.0)),
+        "partial": check_close(apply_rope(x, *part), reference_turn(x, 4)),
+        "by hand": check_close(
+            by_hand[0, 0], torch.tensor([[-1.984111, 1.959901, 2.462378, 4.019800]]), 1e-6
+        ),
+        "length": check_close(turned.norm(dim=-1), x.norm(dim=-1), 1e-6),
+        "distance": check_close(*scores, 1e-5),
+        "bfloat16 in and out": low.dtype == torch.bfloat16 and check_close(low, turned, 0.05),
+        "rotated in float32": torch.equal(
+            low, reference_turn(x.bfloat16().double(), 8, 100.0).float().bfloat16()
+        ),
+        "late angles": abs(tables[0][299, 1].item() - late) < 0.005,
+        "rounded once": torch.equal(
+            build_rope_cache(300, 8, 100.0, dtype=torch.bfloat16)[0], tables[0]
+        ),
+        "sinusoids": check_close(sinusoidal_positions(3, 5), torch.tensor(sines), 1e-6)
+        and sinusoidal_positions(3, 5).dtype == torch.float32,
+        "refused": all(
+            check_raises(error, call, *words)
+            for error, call, *words in [
+                (ValueError, lambda: apply_rope(x[0], cos[:9], sin[:9]), "x", "[3, 9, 8]"),
+                (ValueError, lambda: apply_rope(x, cos[:8], sin[:8]), "cos", "[8, 8]"),
+                (ValueError, lambda: apply_rope(x, cos[:9], sin[:1]), "sin", "[1, 8]"),
+                (ValueError, lambda: apply_rope(x, cos[:9, :3], sin[:9, :3]), "cos", 3),
+                (ValueError, lambda: apply_rope(x[..., :6], cos[:9], sin[:9]), "cos", 6, 8),
+                (TypeError, lambda: apply_rope(x.long(), cos[:9], sin[:9]), "x", "int64"),
+            ]
+        ),
+    }
+
+
+def check_devices(device: str) -> dict[str, bool]:
+    """Nothing is made on the default device by accident: "meta" here, where no value exists."""
+    lm = DecoderOnlyLM(7, 16, 1, 4, 2, 12, max_len=8).to(device)
+    decoder = VanillaSeq2SeqDecoderLayer2017(16, 4, 12).to(device)
+    gpt2, moe = GPT2StyleDecoderLayer(16, 4, 12).to(device), MoEFFN(16, 12).to(device)
+    x, ids = torch.randn(2, 3, 16).to(device), torch.tensor([[1, 2]], device=device)
+    padding = torch.ones_like(ids, dtype=torch.bool)
+    with torch.device("meta"):
+        cos, sin = build_rope_cache(3, 4, device=device)
+        grown, logits = lm.generate(ids, 2, key_padding_mask=padding, eos_id=3), lm(ids)
+        made = [grown, logits, next_token_loss(logits, ids), decoder(x, x), moe(x)]
+        made += [apply_rope(x[:, None, :, :4], cos, sin), gpt2(x, kv_cache=KVCache())]
+        default = [build_rope_cache(3, 4)[0], sinusoidal_positions(3, 4)]
+    return {
+        "stays on the device": {t.device.type for t in made} == {torch.device(device).type},
+        "follows the default device": all(t.device.type == "meta" for t in default),
+        "bfloat16": lm.bfloat16()(ids).dtype == torch.bfloat16,
+    }
+
+
+# =============================================================================================
+# Command line
+# =============================================================================================
+
+
+def main_demos() -> dict[str, Callable]:
+    """The demos by id, in order."""
+    return {
+        n[5:]: f for n, f in sorted(globals().items()) if n.startswith("demo_D") and n[6:].isdigit()
+    }
+
+
+def main_source(names: list[str]) -> str:
+    """The imports and definitions that the named ones need, in the order of this file."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    lines, tree = source.splitlines(), ast.parse(source)
+    definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    unknown = [name for name in names if name not in definitions]
+    if unknown:
+        raise LookupError(f"unknown name {unknown[0]}; known: {', '.join(definitions)}")
+
+    def used(node: ast.AST) -> set[str]:
+        return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+    needed, queue = set(), list(names)
+    while queue:
+        name = queue.pop()
+        if name not in needed:
+            needed.add(name)
+            queue += used(definitions[name]) & definitions.keys()
+    chosen = [node for name, node in definitions.items() if name in needed]
+    words = set().union(*map(used, chosen))
+    imports = []
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
+            if node.names:
+                imports.append(ast.unparse(node))
+    texts = [
+        "\n".join(lines[min([n.lineno, *(d.lineno for d in n.decorator_list)]) - 1 : n.end_lineno])
+        for n in chosen
+    ]
+    return "\n\n\n".join(["\n".join(imports), *texts]) + "\n"
+
+
+def main_run(demo: Callable, device: str) -> tuple[bool, str]:
+    """The verdict of a demo; one that raises has failed, with the place in its text."""
+    try:
+        return demo(device)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first_line = str(error).partition("\n")[0]
+        where = f"{place.name}, {Path(place.filename).name}:{place.lineno}"
+        return False, f"raised {type(error).__name__}: {first_line} ({where})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the command line asks for; returns the exit status."""
+    gc.freeze()  # a collection would walk the half million objects that importing torch leaves
+    demos = main_demos()
+    parser = argparse.ArgumentParser(
+        prog="transformer_block.py", description="Transformer blocks, proved by fifteen demos."
+    )
+    parser.add_argument(
+        "ids", nargs="*", metavar="ID", help="demos to run, D01 … D15 (default: all)"
+    )
+    parser.add_argument("--list", action="store_true", help="a line for each demo: what it proves")
+    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default: cpu)")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal without ✓ and Δ must not stop the run
+            stream.reconfigure(errors="replace")
+    options = parser.parse_args(argv)
+    chosen = options.ids or list(demos)
+    try:
+        if options.list:
+            for name, demo in demos.items():
+                print(f"{name}  {demo.__doc__}")
+            return 0
+        if options.show:
+            print(main_source(options.show), end="")
+            return 0
+        unknown = [name for name in chosen if name not in demos]
+        if unknown:
+            parser.error(f"unknown demo {unknown[0]}; known: {', '.join(demos)}")
+        failed = []
+        for name in chosen:
+            ok, text = main_run(demos[name], options.device)
+            print(f"[{name}] {text}  {'PASS' if ok else 'FAIL'}", flush=True)
+            failed += [] if ok else [name]
+        if failed:
+            print(f"\n{len(failed)} of {len(chosen)} FAILED: {', '.join(failed)}")
+        elif not options.ids:
+            print("\nall transformer block sanity checks passed ✓")
+        return 1 if failed else 0
+    except LookupError as error:
+        parser.error(error.args[0])
+    except BrokenPipeError:  # the reader has gone, as in `… | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
