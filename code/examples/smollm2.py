@@ -1,6 +1,8 @@
 """Ask SmolLM2-135M-Instruct, running through DecoderOnlyLM and its ModernDecoderBlocks.
 
     python3 code/examples/smollm2.py "What is the capital of France?"
+
+The weights come from an installed package; nothing is downloaded at run time.
 """
 
 import argparse
@@ -123,16 +125,16 @@ def answer(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; the status after Ctrl-C or a closed pipe is the one of a shell."""
+    """Run the command line: status 0, 1 for a closed pipe, 2 for an error, 130 after Ctrl-C."""
     try:
         answer(parse_arguments(argv))
     except KeyboardInterrupt:
-        show_status()
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # below what is written so far
         return 130
-    except BrokenPipeError:
-        # What is left in the buffer would raise once more at exit.
+    except BrokenPipeError:  # the reader has gone, as in `… | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 1
     return 0
 
 

@@ -22,6 +22,7 @@ from transformer_block import (
     MultiHeadAttention,
     MultiHeadLatentAttention,
     ParallelDecoderBlock,
+    attend,
     attend_fused,
     build_rope_cache,
 )
@@ -375,6 +376,17 @@ def test_grad_mode_counts_not_requires_grad():
     assert len({view.untyped_storage().data_ptr() for view, _ in views}) == 3
 
 
+def test_append_in_grad_mode_writes_into_no_buffer_that_autograd_may_have_saved():
+    cache = KVCache(8)
+    with torch.no_grad():
+        k, v = cache.append(*rows(3, width_v=4))
+    q = torch.randn(2, 3, 2, 4, requires_grad=True)
+    loss = attend(q, k, v).sum()
+    cache.append(*rows(1, width_v=4))  # needs no gradient itself
+    loss.backward()
+    assert q.grad.isfinite().all()
+
+
 def test_appended_tensors_may_be_changed_by_the_caller_afterwards():
     for mode, context in MODES.items():
         cache = KVCache()
@@ -451,6 +463,8 @@ def test_backward_is_right_after_truncate_and_an_append_without_grad(max_len, be
         attn(past, kv_cache=cache)
     out, _ = attn(x, kv_cache=cache)
     with MODES[after]():
+        cache.truncate(3)
+        attn(torch.randn(1, 1, D).double(), kv_cache=cache)  # as long as what it replaces
         cache.truncate(2)
         attn(torch.randn(1, 3, D).double(), kv_cache=cache)
         cache.reset()
@@ -472,11 +486,19 @@ def test_copies_do_not_write_into_each_other(duplicate, mode, max_len):
         other = duplicate(cache)
         assert torch.equal(other.k, cache.k)
         assert (other.next_pos, other.max_len) == (5, max_len)
+        third, kept = duplicate(cache), cache.k.clone()
+        third.truncate(2)
+        third.append(*rows(3))
+        assert torch.equal(cache.k, kept)
         mine, theirs = list(rows(1)), list(rows(1))
         cache.append(*mine)
         other.append(*theirs)
         assert torch.equal(cache.k[:, :, 5:], mine[0])
         assert torch.equal(other.k[:, :, 5:], theirs[0])
+        kept = cache.k.clone()
+        other.truncate(2)
+        other.append(*rows(3))
+        assert torch.equal(cache.k, kept)
         other.reset()
         assert cache.next_pos == 6
 

@@ -312,6 +312,35 @@ def test_model_tables_stay_float32_after_a_cast():
 
 
 # =============================================================================================
+# A NaN that came in stays one
+# =============================================================================================
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("keep", [None, torch.ones(3, 3).bool(), torch.ones(3, 3).bool().tril()])
+def test_nan_query_row_is_a_nan_output_row(keep, cap):
+    q, k = torch.randn(1, 4, 3, 2), torch.randn(1, 2, 3, 2)
+    q[0, 1, 2] = torch.nan
+    outs = [attend(q, k, k, keep, logit_softcap=cap)]
+    if keep is not None and cap is None:
+        outs.append(attend_fused(q, k, k, keep))
+    for out in outs:
+        assert out[0, 1, 2].isnan().all()
+        out[0, 1, 2] = 0
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODULES if "fused" not in kind])
+def test_nan_token_stays_nan_and_reaches_no_other_sequence(kind):
+    module, call = build(kind)
+    x, wanted = draw(), call(module, draw())
+    x[1, 4] = torch.nan
+    out = call(module, x)
+    assert out[1, 4].isnan().all()
+    torch.testing.assert_close(out[0], wanted[0])
+
+
+# =============================================================================================
 # Copies, pickles and the state dict
 # =============================================================================================
 

@@ -150,14 +150,8 @@ POSITIONS = torch.arange(T)
 COUNT, COUNT_OR_NONE, REAL, REAL_OR_NONE = count(), count(optional=True), real(), real(True)
 INDEX_OR_NONE = count(least=0, optional=True)
 STREAM = tensor(X, free=(0, 1), same_dtype=True, optional=False)
-TABLES = {
-    name: [
-        *tensor(COS, names=("cos", "sin"))[:-2],
-        Wrong("list", COS.tolist(), TypeError, "list"),
-        Wrong("None", None, ValueError, "None"),
-    ]
-    for name in ("cos", "sin")
-}
+TABLE = [*tensor(COS, names=("cos", "sin")), Wrong("None", None, ValueError, "None")]
+TABLES = {"cos": TABLE, "sin": TABLE}
 SIZES = {"d_model": D, "n_q_heads": H, "n_kv_heads": G, "d_ff": D_FF}
 CACHES = [
     Wrong("number", 3, TypeError, "int"),
@@ -337,11 +331,7 @@ CALLS = {
         apply_rope,
         {"x": Q, "cos": draw(T, 4), "sin": draw(T, 4)},
         {
-            "x": [
-                w
-                for w in tensor(Q, free=(0, 1, 3), names=("x", "cos"), optional=False)
-                if not isinstance(w.value, float)
-            ],
+            "x": tensor(Q, free=(0, 1, 3), names=("x", "cos"), optional=False),
             "cos": [
                 *tensor(draw(T, 4), names=("cos", "sin")),
                 Wrong("wide", draw(T, 8), ValueError, "[", ("sin",)),
@@ -948,6 +938,11 @@ def test_latent_projection_of_no_whole_heads_is_refused(name, width):
     module = latent()
     setattr(module, name, nn.Linear(getattr(module, name).in_features, width))
     refusal(lambda: (module, [module]), {"x": X, "cos": COS, "sin": SIN})
+
+
+@pytest.mark.xfail(strict=True, reason="torch's own message")
+def test_logits_of_no_tokens_are_refused():
+    refusal(lambda: (pick_next_token, []), {"logits": torch.zeros(B, 0)})
 
 
 DRAWS_FIRST = {

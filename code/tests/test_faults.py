@@ -676,6 +676,13 @@ def test_F36_soft_cap_acts_before_the_mask_and_is_never_dropped():
             MultiHeadAttention(8, 4, logit_softcap=bad)
 
 
+@pytest.mark.parametrize("cap", [0.5, 3])
+def test_F36_soft_cap_of_the_layer_is_not_dropped(cap):
+    module, x = att(logit_softcap=cap), torch.randn(1, 4, 8).double()
+    wanted = reference_attention(module, x, np.tril(np.ones((4, 4), bool)), cap=cap)
+    torch.testing.assert_close(attended(module, x), wanted, **close)
+
+
 # =============================================================================================
 # Part E. Norms
 # =============================================================================================

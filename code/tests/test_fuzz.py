@@ -482,6 +482,9 @@ def test_several_bad_arguments_are_refused_and_change_nothing(spoiled, mode):
     assert any(n in str(error) for n in names), str(error)
 
 
+shapes = st.lists(st.integers(0, 4), max_size=5)
+
+
 def documented(x, mask=None, key_padding_mask=None, cos=None, sin=None, **_):
     """Whether all shapes are as documented, for d = 4 and heads two channels wide."""
     if x.dim() != 3 or x.shape[2] != 4:

@@ -18,7 +18,12 @@ from transformer_block import (
     apply_rope,
     attend,
     attend_fused,
+    attention_parameters,
     build_rope_cache,
+    ffn_parameters,
+    gated_hidden_size,
+    kv_cache_bytes,
+    kv_cache_elements,
     sinusoidal_positions,
 )
 
@@ -233,11 +238,13 @@ def test_attention_equals_torch_with_inverted_masks(path, bias, cross, masks):
 
 @pytest.mark.parametrize("path", [attend, attend_fused])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("keep_shape", [None, (T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (S,)])
+@pytest.mark.parametrize("keep_shape", [None, (T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (S,), ()])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_attend_equals_scaled_dot_product_attention(path, groups, keep_shape, scale):
     q, k, v = draw(B, 6, T, 4), draw(B, groups, S, 4), draw(B, groups, S, 3)
-    keep = None if keep_shape is None else (torch.rand(keep_shape) < 0.6) | (torch.arange(S) == 2)
+    keep = None if keep_shape is None else torch.rand(keep_shape) < 0.6
+    if keep_shape:
+        keep[..., 2:3] = True  # no row without a key
     wide_k, wide_v = (t.repeat_interleave(6 // groups, dim=1) for t in (k, v))
     whole = None if keep is None else keep.expand(B, 1, T, S)  # torch takes no mask of one axis
     wanted = F.scaled_dot_product_attention(q, wide_k, wide_v, whole, scale=scale)
@@ -312,3 +319,47 @@ def test_sinusoidal_table_is_a_sine_and_a_cosine_for_each_frequency(d_model):
         wave = (torch.sin, torch.cos)[channel % 2]
         angles = torch.arange(400).double() / 10000 ** (2 * (channel // 2) / d_model)
         torch.testing.assert_close(table[:, channel].double(), wave(angles), rtol=0, atol=3.1e-8)
+
+
+def size(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_parameter_formulas_count_the_parameters_of_torch():
+    for d_model, heads in ((12, 4), (96, 8)):
+        whole = size(nn.MultiheadAttention(d_model, heads, bias=False))
+        assert attention_parameters(d_model, heads) == whole
+        assert attention_parameters(d_model, heads, heads) == whole
+        for groups in (1, 2):
+            narrow = nn.Linear(d_model, groups * d_model // heads, bias=False)
+            wide = nn.Linear(d_model, d_model, bias=False)
+            counted = attention_parameters(d_model, heads, groups)
+            assert counted == 2 * size(wide) + 2 * size(narrow)
+    matrix = size(nn.Linear(12, 20, bias=False))
+    assert ffn_parameters(12, 20, gated=False) == 2 * matrix
+    assert ffn_parameters(12, 20, gated=True) == 3 * matrix
+
+
+def test_cache_formulas_count_what_is_stored():
+    k = v = torch.zeros(5, 2, 7, 16, dtype=torch.float16)  # (batch, KV heads, length, head_dim)
+    assert kv_cache_elements(2, 16) == k[0, :, 0].numel() + v[0, :, 0].numel()
+    assert kv_cache_bytes(3, 2, 16, 7, batch=5) == 3 * (k.nbytes + v.nbytes)
+    wide = 3 * (k.double().nbytes + v.double().nbytes)
+    assert kv_cache_bytes(3, 2, 16, 7, 5, 8) == wide
+    assert kv_cache_bytes(3, 2, 16, 7) * 5 == kv_cache_bytes(3, 2, 16, 7, batch=5)
+
+
+@pytest.mark.parametrize(
+    ("d_model", "multiple_of", "multiplier", "d_ff"),
+    [
+        (4096, 256, 1.0, 11008),  # Llama 7B
+        (5120, 256, 1.0, 13824),  # Llama 13B
+        (8192, 4096, 1.3, 28672),  # Llama-2 70B
+        (4096, 1024, 1.3, 14336),  # Llama-3 8B
+        (96, 1, 1.0, 256),
+        (5, 1, 1.0, 13),
+        (5, 4, 1.0, 16),
+    ],
+)
+def test_gated_hidden_size_is_that_of_llama(d_model, multiple_of, multiplier, d_ff):
+    assert gated_hidden_size(d_model, multiple_of, multiplier) == d_ff

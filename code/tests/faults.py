@@ -1,0 +1,772 @@
+"""Faults to plant in the script: what each changes, what one would see, which demos turn FAIL.
+
+python3 code/tests/faults.py              the table of the notes, measured
+python3 code/tests/faults.py NAME ...     the change a fault makes, and what the demos say
+"""
+
+import ast
+import difflib
+import functools
+import itertools
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[1] / "transformer_block.py"
+
+
+class Fault(NamedTuple):
+    """In the definition at place (Class.method or function), old becomes new."""
+
+    name: str
+    place: str
+    old: str
+    new: str
+    symptom: str
+
+
+WIRING = [
+    Fault(
+        "residual-from-norm",
+        "ModernDecoderBlock.forward",
+        "x = x + self.attn(self.norm1(x), cos",
+        "x = self.norm1(x)\n            x = x + self.attn(x, cos",
+        "the skip path carries the normed x; zeroed sublayers no longer give x",
+    ),
+    Fault(
+        "norm-after-the-add",
+        "GPT2StyleDecoderLayer.forward",
+        "x + self.attn(self.norm1(x), **seen)[0]",
+        "self.norm1(x + self.attn(x, **seen)[0])",
+        "zeroed sublayers give a normed x; the stream is normed in every layer",
+    ),
+    Fault(
+        "one-norm-used-twice",
+        "ModernDecoderBlock.forward",
+        "self.ffn(self.norm2(x))",
+        "self.ffn(self.norm1(x))",
+        "nothing with fresh weights; norm2 never gets a gradient",
+    ),
+    Fault(
+        "norms-swapped",
+        "BranchNormDecoderBlock.forward",
+        "self.attn_post_norm(self.attn(self.attn_pre_norm(x)",
+        "self.attn_pre_norm(self.attn(self.attn_post_norm(x)",
+        "nothing with fresh weights; a loaded checkpoint gives garbage",
+    ),
+    Fault(
+        "norm-missing",
+        "GPT2StyleDecoderLayer.forward",
+        "self.ffn(self.norm2(x))",
+        "self.ffn(x)",
+        "the FFN reads ever larger numbers with depth",
+    ),
+    Fault(
+        "post-norm-on-the-stream",
+        "BranchNormDecoderBlock.forward",
+        "x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen)[0])",
+        "self.attn_post_norm(x + self.attn(self.attn_pre_norm(x), **seen)[0])",
+        "zeroed sublayers give a normed x instead of x",
+    ),
+    Fault(
+        "serial-made-parallel",
+        "ModernDecoderBlock.forward",
+        "x = x + self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]\n"
+        "            return x + self.ffn(self.norm2(x))",
+        "y = self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]\n"
+        "            return x + y + self.ffn(self.norm2(x))",
+        "the FFN does not see what attention wrote",
+    ),
+    Fault(
+        "parallel-made-serial",
+        "ParallelDecoderBlock.forward",
+        "return x + attended + self.ffn(h if self.ffn_norm is None else self.ffn_norm(x))",
+        "x = x + attended\n            return x + self.ffn((self.ffn_norm or self.norm)(x))",
+        "the branches no longer add up; GPT-J weights give garbage",
+    ),
+    Fault(
+        "ffn-dropped",
+        "VanillaSeq2SeqDecoderLayer2017.forward",
+        "self.ln3(x + self.ffn(x))",
+        "self.ln3(x)",
+        "shapes stay right; half of the weights get no gradient",
+    ),
+]
+
+MASKS = [
+    Fault(
+        "cross-attention-reads-x",
+        "VanillaSeq2SeqDecoderLayer2017.forward",
+        "self.cross_attn(x, memory,",
+        "self.cross_attn(x, x,",
+        "the output does not depend on memory; the future leaks in",
+    ),
+    Fault(
+        "cross-attention-causal",
+        "VanillaSeq2SeqDecoderLayer2017.forward",
+        "self.cross_attn(x, memory,",
+        "self.cross_attn(x, memory, mask=x.new_ones(x.shape[1], S).tril() > 0,",
+        "the first token reads one memory position, not all",
+    ),
+    Fault(
+        "memory-padding-ignored",
+        "VanillaSeq2SeqDecoderLayer2017.forward",
+        ", key_padding_mask=memory_key_padding_mask",
+        "",
+        "the output moves with the content of padded memory",
+    ),
+    Fault(
+        "seq2seq-not-causal",
+        "VanillaSeq2SeqDecoderLayer2017.forward",
+        "        mask = default_causal_mask(x) if mask is None else mask\n",
+        "",
+        "training loss far too good, then nonsense when decoding",
+    ),
+    Fault(
+        "causal-mask-inverted",
+        "default_causal_mask",
+        "positions <= positions[start:, None]",
+        "positions >= positions[start:, None]",
+        "every position sees itself and the future",
+    ),
+    Fault(
+        "causal-mask-top-left",
+        "default_causal_mask",
+        "positions[start:, None]",
+        "positions[: x.shape[1], None]",
+        "with a cache the new tokens see the start of the history only",
+    ),
+    Fault(
+        "causal-skipped-with-cache",
+        "GPT2StyleDecoderLayer.forward",
+        "default_causal_mask(x, kv_cache) if mask is None else mask",
+        "default_causal_mask(x) if mask is None and kv_cache is None else mask",
+        "one-token steps are right, a prefill leaks the future",
+    ),
+    Fault(
+        "padding-ignored",
+        "MultiHeadAttention.combined_mask",
+        "return padding if mask is None else mask & padding",
+        "return mask",
+        "the content of padding moves real rows",
+    ),
+    Fault(
+        "padding-inverted",
+        "MultiHeadAttention.combined_mask",
+        "padding = key_padding_mask",
+        "padding = ~key_padding_mask",
+        "real tokens attend to padding only",
+    ),
+    Fault(
+        "padding-on-the-query-axis",
+        "MultiHeadAttention.combined_mask",
+        "key_padding_mask[:, None, None]",
+        "key_padding_mask[:, None, -T:, None]",
+        "padded rows turn to zero, real rows still read padding",
+    ),
+    Fault(
+        "mask-dropped-with-padding",
+        "MultiHeadAttention.combined_mask",
+        "return padding if mask is None else mask & padding",
+        "return padding",
+        "the future leaks, but only in padded batches",
+    ),
+    Fault(
+        "masks-joined-by-or",
+        "MultiHeadAttention.combined_mask",
+        "mask & padding",
+        "mask | padding",
+        "every real key is visible, later ones too",
+    ),
+    Fault(
+        "window-off-by-one",
+        "build_causal_mask",
+        "(distance < window)",
+        "(distance <= window)",
+        "rows of W + 1 keys: self plus W earlier ones",
+    ),
+    Fault(
+        "window-ignored",
+        "DecoderOnlyLM.forward",
+        "positions[start:], positions, w)",
+        "positions[start:], positions)",
+        "local layers see everything; short prompts hide it",
+    ),
+]
+
+ATTENTION = [
+    Fault(
+        "groups-tiled",
+        "attend",
+        "    (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]",
+        "    k, v = (t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in (k, v))\n"
+        "    (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]",
+        "query head i reads KV head i mod G; right for G = H and for G = 1",
+    ),
+    Fault(
+        "scale-by-d-model",
+        "attend",
+        "head_dim**-0.5 if",
+        "(H * head_dim) ** -0.5 if",
+        "attention too flat by a factor √H in the scores",
+    ),
+    Fault(
+        "scale-dropped",
+        "attend",
+        "(q * scale)",
+        "q",
+        "attention too sharp, the more so the wider the heads",
+    ),
+    Fault(
+        "scale-applied-twice",
+        "attend",
+        "q @ k.mT",
+        "scale * q @ k.mT",
+        "attention too flat; the explicit and the fused path disagree",
+    ),
+    Fault(
+        "scaled-after-the-product",
+        "attend",
+        "(q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)\n"
+        "    scores = q @ k.mT",
+        "q.reshape(B, G, H // G * T, head_dim)\n    scores = q @ k.mT * scale",
+        "equal in float32; float16 scores overflow",
+    ),
+    Fault(
+        "softmax-over-queries",
+        "attend",
+        "scores.softmax(dim=-1)",
+        "scores.softmax(dim=-2)",
+        "the weights of a query do not sum to one; queries feel each other",
+    ),
+    Fault(
+        "mask-after-softmax",
+        "attend",
+        "        scores = scores.view(B, H, T, S).masked_fill(blocked, -math.inf).view_as(scores)\n"
+        "    out = scores.softmax(dim=-1)",
+        "    weights = scores.softmax(dim=-1)\n"
+        "    if keep is not None:\n"
+        "        weights = weights.view(B, H, T, S).masked_fill(blocked, 0).view_as(weights)\n"
+        "    out = weights",
+        "the weights of early queries sum to less than one",
+    ),
+    Fault(
+        "mask-added-to-scores",
+        "attend",
+        "scores.view(B, H, T, S).masked_fill(blocked, -math.inf)",
+        "(scores.view(B, H, T, S) + keep)",
+        "allowed keys gain 1 in the score, forbidden ones are still read",
+    ),
+    Fault(
+        "soft-cap-after-the-mask",
+        "attend",
+        "masked_fill(blocked, -math.inf)",
+        "masked_fill(blocked, -(logit_softcap or math.inf))",
+        "forbidden keys get the score -c instead of -inf: a small leak",
+    ),
+    Fault(
+        "soft-cap-not-passed-on",
+        "MultiHeadAttention.forward",
+        ", logit_softcap=self.logit_softcap",
+        "",
+        "the output is the same for any cap",
+    ),
+    Fault(
+        "soft-cap-in-half",
+        "attend",
+        "    scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores\n",
+        "",
+        "half precision rounds capped scores twice; equal in float32 and without a cap",
+    ),
+    Fault(
+        "dead-rows-nan-gradient",
+        "attend",
+        "blocked = alive & ~keep",
+        "blocked = ~keep",
+        "the forward is right, gradients are NaN",
+    ),
+    Fault(
+        "dead-rows-see-all",
+        "attend",
+        "out if keep is None else out.masked_fill(~alive, 0)",
+        "out",
+        "a row that may attend to nothing averages what is forbidden",
+    ),
+    Fault(
+        "heads-merged-unturned",
+        "MultiHeadAttention.forward",
+        "out.transpose(1, 2).flatten(2)",
+        "out.reshape(B, T, q.shape[1] * self.head_dim)",
+        "right shape, tokens and heads mixed up",
+    ),
+    Fault(
+        "query-bias-missing",
+        "MultiHeadAttention.__init__",
+        "nn.Linear(d_model, n_q_heads * head_dim, bias=qkv_bias)",
+        "nn.Linear(d_model, n_q_heads * head_dim, bias=bias)",
+        "Qwen2 weights do not load: q has no bias, k and v have",
+    ),
+    Fault(
+        "qk-norm-eps-ignored",
+        "MultiHeadAttention.__init__",
+        "self.k_norm = RMSNorm(head_dim, norm_eps)",
+        "self.k_norm = RMSNorm(head_dim)",
+        "right for the default eps only",
+    ),
+    Fault(
+        "qk-norm-after-rotation",
+        "MultiHeadAttention.forward",
+        "        q = self.q_norm(self.split_heads(self.q_proj(x)))  # (B, H, T, head_dim)\n"
+        "        k = self.k_norm(self.split_heads(self.k_proj(source)))  # (B, G, S, head_dim)\n"
+        "        v = self.split_heads(self.v_proj(source))  # (B, G, S, head_dim)\n"
+        "        if self.rope:\n"
+        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)\n",
+        "        q, k = self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(source))\n"
+        "        v = self.split_heads(self.v_proj(source))\n"
+        "        if self.rope:\n"
+        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)\n"
+        "        q, k = self.q_norm(q), self.k_norm(k)\n",
+        "nothing with fresh weights; trained ones do not commute with it",
+    ),
+    Fault(
+        "fused-scale-dropped",
+        "attend_fused",
+        "keep, scale=scale,",
+        "keep,",
+        "the two paths disagree for any scale but the default",
+    ),
+    Fault(
+        "rotated-memory-allowed",
+        "MultiHeadAttention.forward",
+        "if self.rope or kv_cache is not None:",
+        "if kv_cache is not None:",
+        "memory keys turn by positions of another sequence, without an error",
+    ),
+    Fault(
+        "head-width-cut-down",
+        "MultiHeadAttention.__init__",
+        "if head_dim is None and d_model % n_q_heads:",
+        "if head_dim is None and d_model < n_q_heads:",
+        "d_model=10 with 4 heads becomes a width of 8, without an error",
+    ),
+]
+
+POSITIONS = [
+    Fault(
+        "rotation-sign",
+        "apply_rope",
+        "(-second, first)",
+        "(second, -first)",
+        "trains as well, because all turn alike; loaded weights give garbage",
+    ),
+    Fault(
+        "rotation-interleaved",
+        "apply_rope",
+        "    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin",
+        "    cos, sin = (t[:, : r // 2].repeat_interleave(2, dim=1) for t in (cos, sin))\n"
+        "    first, second = turning[..., ::2], turning[..., 1::2]\n"
+        "    turned = turning * cos + torch.stack((-second, first), dim=-1).flatten(-2) * sin",
+        "trains well; half-split weights give garbage after a few tokens",
+    ),
+    Fault(
+        "rotation-widens-dtype",
+        "apply_rope",
+        "turned.to(x.dtype)",
+        "turned",
+        "a half-precision model gets float32 queries and keys",
+    ),
+    Fault(
+        "rope-base-ignored",
+        "build_rope_cache",
+        "base**-exponents",
+        "10000.0**-exponents",
+        "right for the default base only",
+    ),
+    Fault(
+        "rope-tables-in-bfloat16",
+        "build_rope_cache",
+        "torch.outer(positions, base**-exponents)",
+        "torch.outer(positions, base**-exponents).bfloat16()",
+        "angles wrong from position 257 on; quality falls with length",
+    ),
+    Fault(
+        "values-rotated",
+        "MultiHeadAttention.forward",
+        "q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
+        "q, k, v = (apply_rope(t, cos, sin, start) for t in (q, k, v))",
+        "what is read depends on absolute position",
+    ),
+    Fault(
+        "query-not-rotated",
+        "MultiHeadAttention.forward",
+        "q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
+        "k = apply_rope(k, cos, sin, start)",
+        "scores depend on the key's position, not on the distance",
+    ),
+    Fault(
+        "keys-rotated-twice",
+        "MultiHeadAttention.forward",
+        "k, v = kv_cache.append(k, v)",
+        "k, v = kv_cache.append(k, v)\n"
+        "                k = apply_rope(k, cos, sin, 0) if self.rope else k",
+        "cached decoding differs from the full pass",
+    ),
+    Fault(
+        "position-restarts",
+        "MultiHeadAttention.forward",
+        "apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
+        "apply_rope(q, cos, sin, 0), apply_rope(k, cos, sin, 0)",
+        "a full pass is right, every later chunk starts at position 0",
+    ),
+    Fault(
+        "position-after-the-append",
+        "MultiHeadAttention.forward",
+        "apply_rope(q, cos, sin, start),",
+        "apply_rope(q, cos, sin, start if kv_cache is None else start + T),",
+        "with a cache queries turn T positions too far",
+    ),
+    Fault(
+        "sinusoids-swapped",
+        "sinusoidal_positions",
+        "angles.sin(), angles.cos()",
+        "angles.cos(), angles.sin()",
+        "cosines on even channels; trains, but no weights fit",
+    ),
+]
+
+CACHE = [
+    Fault(
+        "cache-filled-after-widening",
+        "MultiHeadAttention.forward",
+        "k, v = kv_cache.append(k, v)",
+        "k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))\n"
+        "                k, v = kv_cache.append(k, v)",
+        "outputs are right, the cache holds H heads instead of G",
+    ),
+    Fault(
+        "cache-overwrites",
+        "KVCache._extended",
+        "buffer[:, :, start:end] = new",
+        "buffer[:, :, start:end] = buffer[:, :, : end - start] = new",
+        "each step writes over the oldest keys as well",
+    ),
+    Fault(
+        "cache-truncates-late",
+        "KVCache.truncate",
+        "self.next_pos = length",
+        "self.next_pos = length + 1",
+        "one rejected token stays after a roll-back",
+    ),
+    Fault(
+        "cache-reset-keeps-counter",
+        "KVCache.reset",
+        "        self.next_pos = 0\n"
+        "        if self.max_len is None:\n"
+        "            self._k = self._v = None",
+        "        self._k, self._v = torch.zeros_like(self._k), torch.zeros_like(self._v)",
+        "the second prompt attends to a row of zeros for each old token",
+    ),
+    Fault(
+        "cache-keeps-refused-call",
+        "KVCache.__exit__",
+        "if error is not None:",
+        "if error is not None and self.max_len:",
+        "after a caught error the cache is longer than the text",
+    ),
+    Fault(
+        "start-pos-not-checked",
+        "MultiHeadAttention.start_position",
+        "if kv_cache is not None and start_pos != start:",
+        "if kv_cache is not None and start_pos > start:",
+        "keys land at positions that are taken, without an error",
+    ),
+]
+
+LATENT_ATTENTION = [
+    Fault(
+        "mla-latent-not-normed",
+        "MultiHeadLatentAttention.forward",
+        "self.kv_norm(latent)",
+        "latent",
+        "trains less stably; loaded weights give garbage",
+    ),
+    Fault(
+        "mla-latent-rotated",
+        "MultiHeadLatentAttention.forward",
+        "k_rope = apply_rope(k_rope, cos, sin, start)",
+        "latent, k_rope = (apply_rope(t, cos, sin, start) for t in (latent, k_rope))",
+        "a position inside the latent: kv_up cannot be absorbed any more",
+    ),
+    Fault(
+        "mla-absorbed-split",
+        "MultiHeadLatentAttention.absorbed",
+        "k_up, v_up = up.split((self.nope_dim, self.v_dim), dim=1)",
+        "v_up, k_up = up.split((self.v_dim, self.nope_dim), dim=1)",
+        "prefill is right, decoding is not",
+    ),
+    Fault(
+        "mla-scale-of-the-latent",
+        "MultiHeadLatentAttention.absorbed",
+        ", scale=self.scale",
+        "",
+        "decoding is flatter: it scales by the width of latent and key",
+    ),
+]
+
+NORM_AND_FFN = [
+    Fault(
+        "rms-norm-centred",
+        "RMSNorm.forward",
+        "        normed =",
+        "        wide = wide - wide.mean(dim=-1, keepdim=True)\n        normed =",
+        "it is LayerNorm without a bias; a constant vector gives 0",
+    ),
+    Fault(
+        "rms-eps-outside-the-root",
+        "RMSNorm.forward",
+        "torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)",
+        "1 / (wide.square().mean(dim=-1, keepdim=True).sqrt() + self.eps)",
+        "equal for large x; small activations come out too large",
+    ),
+    Fault(
+        "rms-squares-in-half",
+        "RMSNorm.forward",
+        "wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x",
+        "wide = x",
+        "float16 values over 255 give zeros",
+    ),
+    Fault(
+        "rms-one-plus-weight",
+        "RMSNorm.forward",
+        "normed * self.weight",
+        "normed * (1 + self.weight)",
+        "everything twice as large with fresh weights",
+    ),
+    Fault(
+        "eps-not-passed-on",
+        "ModernDecoderBlock.__init__",
+        "self.norm2 = RMSNorm(d_model, eps)",
+        "self.norm2 = RMSNorm(d_model)",
+        "right for the default eps only",
+    ),
+    Fault(
+        "swiglu-branches-swapped",
+        "GatedFFN.forward",
+        "self.act(self.gate(x)) * self.up(x)",
+        "self.act(self.up(x)) * self.gate(x)",
+        "trains as well; loaded weights give garbage",
+    ),
+    Fault(
+        "swiglu-over-the-product",
+        "GatedFFN.forward",
+        "self.act(self.gate(x)) * self.up(x)",
+        "self.act(self.gate(x) * self.up(x))",
+        "no branch stays linear; no error anywhere",
+    ),
+    Fault(
+        "swiglu-without-up",
+        "GatedFFN.forward",
+        "self.act(self.gate(x)) * self.up(x)",
+        "self.act(self.gate(x))",
+        "a plain SiLU FFN; up gets no gradient",
+    ),
+    Fault(
+        "gelu-tanh",
+        "DenseFFN.forward",
+        "self.act(self.up(x))",
+        'F.gelu(self.up(x), approximate="tanh") if self.act is F.gelu else self.act(self.up(x))',
+        "off in the fourth decimal of each layer",
+    ),
+]
+
+EXPERTS = [
+    Fault(
+        "moe-renormalised",
+        "MoEFFN.forward",
+        "weight, expert = probs.max(dim=1)",
+        "weight, expert = probs.max(dim=1)\n        weight = weight / weight",
+        "the weight is always 1, the router never learns",
+    ),
+    Fault(
+        "moe-weight-on-the-input",
+        "MoEFFN.forward",
+        "(weight[rows, None] * ffn(tokens[rows])).to(out.dtype)",
+        "ffn((weight[rows, None] * tokens[rows]).to(out.dtype))",
+        "the probability goes through the expert's activation",
+    ),
+    Fault(
+        "moe-tokens-not-sorted",
+        "MoEFFN.forward",
+        "expert.argsort()",
+        "torch.arange(len(tokens), device=x.device)",
+        "right counts, tokens at experts that they did not choose",
+    ),
+    Fault(
+        "moe-balance-constant",
+        "MoEFFN.forward",
+        "probs.sum(dim=0) / n_tokens",
+        "probs.sum() / n_tokens / len(self.experts)",
+        "averaged over experts too: always 1, no gradient into the router",
+    ),
+]
+
+MODEL = [
+    Fault(
+        "final-norm-missing",
+        "DecoderOnlyLM.forward",
+        "self.lm_head(self.final_norm(x))",
+        "self.lm_head(x)",
+        "logits grow with depth; final_norm gets no gradient",
+    ),
+    Fault(
+        "tying-lost",
+        "DecoderOnlyLM._settle",
+        "self.lm_head.weight = self.embedding.weight",
+        "self.lm_head.weight = nn.Parameter(self.embedding.weight.detach().clone())",
+        "equal at first, apart after one step; V·d more parameters",
+    ),
+    Fault(
+        "embedding-scale-missing",
+        "DecoderOnlyLM.forward",
+        "self.embedding(ids.long()) * self.embedding_scale",
+        "self.embedding(ids.long())",
+        "the stream starts too small against what the blocks add",
+    ),
+    Fault(
+        "logit-cap-missing",
+        "DecoderOnlyLM.forward",
+        "(self.logit_softcap * torch.tanh(wide / self.logit_softcap)).to(logits.dtype)",
+        "logits",
+        "same ranking, so greedy text does not show it",
+    ),
+    Fault(
+        "padding-lost-in-decoding",
+        "DecoderOnlyLM.generate",
+        "F.pad(key_padding_mask, (0, 1), value=True)",
+        "F.pad(key_padding_mask, (0, 1)) | True",
+        "short prompts of a batch change their text from the second token on",
+    ),
+    Fault(
+        "eos-stops-all",
+        "DecoderOnlyLM.generate",
+        "done.all()",
+        "done.any()",
+        "the first row to end cuts all others off",
+    ),
+    Fault(
+        "top-p-off-by-one",
+        "pick_next_token",
+        "probs >= top_p",
+        "probs > top_p",
+        "one token too many where the sum meets top_p exactly",
+    ),
+    Fault(
+        "loss-unshifted",
+        "next_token_loss",
+        "ids[:, 1:].flatten()",
+        "ids[:, :-1].flatten()",
+        "the model learns to copy; loss near 0, text repeats",
+    ),
+    Fault(
+        "loss-counts-padding",
+        "next_token_loss",
+        "        pairs = key_padding_mask[:, :-1] & key_padding_mask[:, 1:]\n",
+        "",
+        "the loss changes with the amount of padding",
+    ),
+]
+
+COUNTING = [
+    Fault(
+        "cache-size-without-values",
+        "kv_cache_elements",
+        "2 * n_kv_heads",
+        "n_kv_heads",
+        "a cache that is planned at half its size",
+    ),
+]
+
+GROUPS = {
+    "Wiring": WIRING,
+    "Masks": MASKS,
+    "Attention": ATTENTION,
+    "Positions": POSITIONS,
+    "Cache": CACHE,
+    "Latent attention": LATENT_ATTENTION,
+    "Norm and FFN": NORM_AND_FFN,
+    "Experts": EXPERTS,
+    "Model": MODEL,
+    "Counting": COUNTING,
+}
+FAULTS = list(itertools.chain(*GROUPS.values()))
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+@functools.cache
+def parts() -> tuple[dict[str, types.CodeType], dict[str, str]]:
+    """The statements of the script, compiled one by one, and the sources of its definitions."""
+    source = SCRIPT.read_text(encoding="utf-8")
+    lines, codes, sources = source.splitlines(keepends=True), {}, {}
+    for node in ast.parse(source).body:
+        top = getattr(node, "name", f"line {node.lineno}")
+        codes[top] = compile(ast.Module([node], []), SCRIPT.name, "exec")
+        for part in [node, *(getattr(node, "body", []) if isinstance(node, ast.ClassDef) else [])]:
+            if isinstance(part, (ast.ClassDef, ast.FunctionDef)):
+                name = top if part is node else f"{top}.{part.name}"
+                sources[name] = "".join(lines[part.lineno - 1 : part.end_lineno])
+    return codes, sources
+
+
+def patched(fault: Fault) -> str:
+    """The definition with the fault in it."""
+    return parts()[1][fault.place].replace(fault.old, fault.new)
+
+
+def planted(fault: Fault | None) -> types.ModuleType:
+    """The script as a module of its own, with the fault in it."""
+    codes, sources = parts()
+    module = types.ModuleType("faulty_transformer_block")
+    module.__file__ = str(SCRIPT)
+    for name, code in codes.items():
+        faulty = fault is not None and name == fault.place.partition(".")[0]
+        text = sources[name].replace(sources[fault.place], patched(fault)) if faulty else code
+        exec(text, module.__dict__)
+    return module
+
+
+@functools.cache
+def verdicts(fault: Fault | None) -> dict[str, tuple[bool, str]]:
+    """What each demo says, by its id."""
+    module = planted(fault)
+    return {name: module.main_verdict(run, "cpu") for name, run in module.main_demos().items()}
+
+
+def failing(fault: Fault, compared: bool = False) -> list[str]:
+    """The demos that turn FAIL; with compared those only that ran to their end."""
+    said = verdicts(fault).items()
+    return [n for n, (ok, text) in said if not ok and not (compared and text.startswith("raised "))]
+
+
+def table() -> str:
+    """All faults as a Markdown table."""
+    rows = ["| Fault | What you would see | Turn FAIL |", "|:--|:--|:--|"]
+    for title, faults in GROUPS.items():
+        rows.append(f"| **{title}** | | |")
+        rows += [f"| {f.name} | {f.symptom} | {' '.join(failing(f))} |" for f in faults]
+    return "\n".join(rows)
+
+
+def explain(fault: Fault) -> str:
+    """The change as a diff, and the lines of the demos that turn FAIL."""
+    before, after = parts()[1][fault.place].splitlines(), patched(fault).splitlines()
+    diff = list(difflib.unified_diff(before, after, fault.place, fault.name, lineterm="", n=1))
+    said = [f"[{name}] {verdicts(fault)[name][1]}  FAIL" for name in failing(fault)]
+    return "\n".join([*diff, *said])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
+    print("\n\n".join(explain(BY_NAME[name]) for name in sys.argv[1:]) or table())

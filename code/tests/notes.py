@@ -1,0 +1,56 @@
+"""The notes quote the script: find the quotes, compare them, or write them anew.
+
+    python code/tests/notes.py      rewrites every quote and paste list in the notes from the script
+
+A Python fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that
+definition; "Paste with …" lists what `--show` prints beside it.
+"""
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "code" / "transformer_block.py"
+NOTES = ROOT / "transformer_block_tutorial.md"
+DOCUMENTED = Path(__file__).parent / "documented_output.txt"
+SNIPPET = re.compile(r"(<!-- snippet: ([\w.]+) -->\n```python\n)(.*?)\n```", re.S)
+PASTE_LIST = re.compile(r"Paste with ([^()]*) (\(`--show (\w+)` prints all of it\))")
+
+source = SCRIPT.read_text(encoding="utf-8")
+definitions = {
+    node.name: node
+    for node in ast.parse(source).body
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+}
+
+
+def definition(name: str) -> str:
+    """The source of a definition, or of a method, without its indentation."""
+    node = definitions[name.partition(".")[0]]
+    if "." in name:
+        method = name.partition(".")[2]
+        node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
+    return textwrap.dedent(ast.get_source_segment(source, node, padded=True)).rstrip()
+
+
+def paste_list(name: str) -> str:
+    """The other definitions of the file that a definition needs, in the order of the file."""
+    seen, todo = {name}, [name]
+    while todo:
+        node = definitions[todo.pop()]
+        used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        todo += [other for other in definitions if other in used - seen]
+        seen.update(todo)
+    return ", ".join(f"`{other}`" for other in definitions if other in seen - {name})
+
+
+def rewritten(text: str) -> str:
+    """The notes with every quote and paste list as the script has it."""
+    text = SNIPPET.sub(lambda m: f"{m[1]}{definition(m[2])}\n```", text)
+    return PASTE_LIST.sub(lambda m: f"Paste with {paste_list(m[3])} {m[2]}", text)
+
+
+if __name__ == "__main__":
+    NOTES.write_text(rewritten(NOTES.read_text(encoding="utf-8")), encoding="utf-8")
