@@ -8,6 +8,7 @@ import ast
 import difflib
 import functools
 import itertools
+import re
 import sys
 import types
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import NamedTuple
 import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "transformer_block.py"
+NOTES = SCRIPT.parents[1] / "transformer_block_tutorial.md"
+TABLE = re.compile(r"(?<=<!-- faults -->\n\n).*?(?=\n\n<!-- /faults -->)", re.S)
 
 
 class Fault(NamedTuple):
@@ -769,4 +772,8 @@ def explain(fault: Fault) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
-    print("\n\n".join(explain(BY_NAME[name]) for name in sys.argv[1:]) or table())
+    if sys.argv[1:] == ["--write"]:
+        notes = NOTES.read_text(encoding="utf-8")
+        NOTES.write_text(TABLE.sub(lambda _: table(), notes), encoding="utf-8")
+    else:
+        print("\n\n".join(explain(BY_NAME[name]) for name in sys.argv[1:]) or table())

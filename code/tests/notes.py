@@ -3,7 +3,8 @@
     python code/tests/notes.py      rewrites every quote and paste list in the notes from the script
 
 A Python fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that
-definition; "Paste with …" lists what `--show` prints beside it.
+definition, with `from "text"` behind the name its lines from the one that starts so; "Paste with
+…" lists what `--show` prints beside it.
 """
 
 import ast
@@ -15,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "code" / "transformer_block.py"
 NOTES = ROOT / "transformer_block_tutorial.md"
 DOCUMENTED = Path(__file__).parent / "documented_output.txt"
-SNIPPET = re.compile(r"(<!-- snippet: ([\w.]+) -->\n```python\n)(.*?)\n```", re.S)
+SNIPPET = re.compile(
+    r'(<!-- snippet: ([\w.]+)(?: from "([^"]+)")? -->\n```python\n)(.*?)\n```', re.S
+)
 PASTE_LIST = re.compile(r"Paste with ([^()]*) (\(`--show (\w+)` prints all of it\))")
 
 source = SCRIPT.read_text(encoding="utf-8")
@@ -26,13 +29,16 @@ definitions = {
 }
 
 
-def definition(name: str) -> str:
-    """The source of a definition, or of a method, without its indentation."""
+def definition(name: str, start: str = "") -> str:
+    """The source of a definition or method, from the line that starts so, without indentation."""
     node = definitions[name.partition(".")[0]]
     if "." in name:
         method = name.partition(".")[2]
         node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
-    return textwrap.dedent(ast.get_source_segment(source, node, padded=True)).rstrip()
+    text = ast.get_source_segment(source, node, padded=True)
+    lines = textwrap.dedent(text).rstrip().split("\n")
+    first = next(i for i, line in enumerate(lines) if line.strip().startswith(start))
+    return textwrap.dedent("\n".join(lines[first:]))
 
 
 def paste_list(name: str) -> str:
@@ -48,7 +54,7 @@ def paste_list(name: str) -> str:
 
 def rewritten(text: str) -> str:
     """The notes with every quote and paste list as the script has it."""
-    text = SNIPPET.sub(lambda m: f"{m[1]}{definition(m[2])}\n```", text)
+    text = SNIPPET.sub(lambda m: f"{m[1]}{definition(m[2], m[3] or '')}\n```", text)
     return PASTE_LIST.sub(lambda m: f"Paste with {paste_list(m[3])} {m[2]}", text)
 
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-
 from transformer_block import (
     BranchNormDecoderBlock,
     DecoderOnlyLM,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-
 from transformer_block import (
     BranchNormDecoderBlock,
     GPT2StyleDecoderLayer,

@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_cache import COS, D_FF, DECODERS, SIN, D, make, make_lm, run
 from torch import nn
-
 from transformer_block import (
     DecoderOnlyLM,
     DenseFFN,

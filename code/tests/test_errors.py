@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
-
 import transformer_block
+from torch import nn
 from transformer_block import (
     BranchNormDecoderBlock,
     DecoderOnlyLM,

@@ -18,7 +18,6 @@ import reference
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from transformer_block import (
     BranchNormDecoderBlock,
     DecoderOnlyLM,

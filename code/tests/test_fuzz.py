@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_errors import CALLS, CONSTRUCTORS, STANDING, refusal
-
 from transformer_block import (
     BranchNormDecoderBlock,
     DenseFFN,

@@ -10,6 +10,7 @@ from pathlib import Path
 import cmarkgfm
 import notes
 import pytest
+import transformer_block as tb
 from cmarkgfm.cmark import Options
 from test_script import without_figures
 
@@ -54,15 +55,24 @@ def test_a_changed_quote_is_seen():
 
 
 def test_every_whole_quote_runs_with_what_show_prints():
-    whole = {name for _, name, _ in notes.SNIPPET.findall(TEXT) if "." not in name}
+    whole = {name for _, name, start, _ in notes.SNIPPET.findall(TEXT) if "." not in name + start}
     for name in whole:
-        command = [sys.executable, str(notes.SCRIPT), "--show", name]
-        shown = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
+        shown = tb.main_source(None, [name])
         assert notes.definition(name) in shown
         exec(compile(shown, name, "exec"), {"__name__": "pasted"})
 
 
-@pytest.mark.parametrize("command", [body for body in fences(TEXT, "sh")])
+def test_the_readme_shows_the_documented_output_and_names_that_exist():
+    documented = without_figures(notes.DOCUMENTED.read_text(encoding="utf-8")).splitlines()
+    (output,) = (body for body in fences(README, "text") if body.startswith("[D01]"))
+    assert without_figures(output).splitlines() == [documented[0], "…", *documented[-3:]]
+    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*$", README, re.M)))
+    parts = {"attn", "ffn", "x", "memory", "truncate", "reset", "generate"}
+    assert {name for name in names if name not in parts} <= set(notes.definitions)
+    assert len(set(names)) > 20
+
+
+@pytest.mark.parametrize("command", list(fences(TEXT, "sh")))
 def test_commands_run(command):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -109,7 +119,9 @@ def test_formulas_survive_the_markdown_pass(name):
     plain = re.sub(r"(`+)[^`].*?\1", "", prose(text))
     formulas = re.findall(r"(?<![\\$])\$(?![\s$])([^$\n]+?)(?<!\s)\$", plain)
     assert all(formula in flat for formula in formulas)
-    banned = r"\\(operatorname|mbox|h?phantom|vphantom|(re)?newcommand|def|let|require|href|class)\b"
+    banned = (
+        r"\\(operatorname|mbox|h?phantom|vphantom|(re)?newcommand|def|let|require|href|class)\b"
+    )
     for formula in [*formulas, *fences(text, "math")]:
         assert not re.search(banned, formula), formula
     assert "$$" not in plain

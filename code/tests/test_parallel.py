@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-
 from transformer_block import (
     KVCache,
     ModernDecoderBlock,

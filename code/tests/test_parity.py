@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from transformer_block import (
     GPT2StyleDecoderLayer,
     MultiHeadAttention,

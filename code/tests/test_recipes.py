@@ -5,6 +5,7 @@ switches) and shrunk on the CPU (what is added to what, which channels a rotatio
 with what those two models show. What no model definition can tell is compared with FACTS, each with its source.
 Class defaults of the library are often not the checkpoint's values: every size that differs is given in CHECKPOINTS.
 """
+
 import inspect
 import re
 import sys
@@ -32,127 +33,492 @@ def rope(theta, **more):
 
 
 def llama(d, h, layers, q, kv, vocab, theta, eps=1e-5, tied=False, **more):
-    return dict(hidden_size=d, intermediate_size=h, num_hidden_layers=layers, num_attention_heads=q, num_key_value_heads=kv,
-                vocab_size=vocab, rms_norm_eps=eps, rope_parameters=rope(theta), tie_word_embeddings=tied, **more)
+    return dict(
+        hidden_size=d,
+        intermediate_size=h,
+        num_hidden_layers=layers,
+        num_attention_heads=q,
+        num_key_value_heads=kv,
+        vocab_size=vocab,
+        rms_norm_eps=eps,
+        rope_parameters=rope(theta),
+        tie_word_embeddings=tied,
+        **more,
+    )
 
 
 def llama3_scaling(factor):
-    return {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
 
 
 GEMMA3_ROPE = {"sliding_attention": rope(10000.0), "full_attention": rope(1000000.0)}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
-        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 # name: (configuration class, what differs from its defaults, parameters counted on the meta device, what the authors print, source)
 CHECKPOINTS = {
-    "GPT-2 XL": ("GPT2Config", dict(n_embd=1600, n_layer=48, n_head=25), 1_557_611_200, 1.5e9,
-                 "openai/gpt-2 src/model.py; 1558M in its README"),
-    "GPT-J 6B": ("GPTJConfig", {}, 6_050_882_784, 6.053e9, "kingoflolz/mesh-transformer-jax configs/6B_roto_256.json, README"),
-    "GPT-NeoX 20B": ("GPTNeoXConfig", dict(hidden_act="gelu_new"), 20_554_567_680, 20.6e9,
-                     "EleutherAI/gpt-neox configs/20B.yml (bias_gelu_fusion is the tanh form)"),
-    "Llama-1 7B": ("LlamaConfig", llama(4096, 11008, 32, 32, 32, 32000, 10000.0, eps=1e-6), 6_738_415_616, 6.7e9, "arXiv:2302.13971"),
-    "Llama-2 7B": ("LlamaConfig", llama(4096, 11008, 32, 32, 32, 32000, 10000.0), 6_738_415_616, 6.7e9, "arXiv:2307.09288"),
-    "Llama-2 70B": ("LlamaConfig", llama(8192, 28672, 80, 64, 8, 32000, 10000.0), 68_976_648_192, 69e9, "arXiv:2307.09288"),
-    "Llama-3 8B": ("LlamaConfig", llama(4096, 14336, 32, 32, 8, 128256, 500000.0), 8_030_261_248, 8e9, "meta-llama/llama3"),
-    "Llama-3 70B": ("LlamaConfig", llama(8192, 28672, 80, 64, 8, 128256, 500000.0), 70_553_706_496, 70.6e9, "meta-llama/llama3"),
-    "Llama-3.1 405B": ("LlamaConfig", {**llama(16384, 53248, 126, 128, 8, 128256, 500000.0), "rope_parameters": llama3_scaling(8.0)},
-                       405_853_388_800, 405e9, "arXiv:2407.21783"),
-    "Llama-3.2 1B": ("LlamaConfig", {**llama(2048, 8192, 16, 32, 8, 128256, 500000.0, tied=True), "head_dim": 64,
-                                     "rope_parameters": llama3_scaling(32.0)}, 1_235_814_400, 1.23e9, "meta-llama/llama-models"),
-    "Llama-4 Scout": ("Llama4TextConfig", dict(num_local_experts=16, interleave_moe_layer_step=1, use_qk_norm=True,
-                                               rope_parameters=llama3_scaling(16.0)),
-                      107_769_861_120, 109e9, "meta-llama/llama-models (109B counts the vision part)"),
-    "Llama-4 Maverick": ("Llama4TextConfig", dict(num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False),
-                         400_711_848_960, 400e9, "meta-llama/llama-models"),
-    "Mistral 7B v0.1": ("MistralConfig", dict(rms_norm_eps=1e-5, rope_parameters=rope(10000.0), sliding_window=4096), 7_241_732_096,
-                        7.2e9, "arXiv:2310.06825; Lightning-AI/litgpt config.py"),
-    "Mixtral 8x7B": ("MixtralConfig", dict(rope_parameters=rope(1000000.0)), 46_702_792_704, 47e9, "arXiv:2401.04088"),
-    "Qwen2/2.5 7B": ("Qwen2Config", llama(3584, 18944, 28, 28, 4, 152064, 1000000.0, eps=1e-6), 7_615_616_512, 7.6e9,
-                     "arXiv:2407.10671, arXiv:2412.15115"),
-    "Qwen3 8B": ("Qwen3Config", llama(4096, 12288, 36, 32, 8, 151936, 1000000.0, eps=1e-6, head_dim=128), 8_190_735_360, 8.2e9,
-                 "arXiv:2505.09388; meta-pytorch/torchtune"),
-    "Qwen3 30B-A3B": ("Qwen3MoeConfig", dict(llama(2048, 6144, 48, 32, 4, 151936, 1000000.0, eps=1e-6, head_dim=128), num_experts=128,
-                                             num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
-                      30_532_122_624, 30.5e9, "arXiv:2505.09388"),
-    "Gemma-1 2B": ("GemmaConfig", dict(vocab_size=256000, hidden_size=2048, intermediate_size=16384, num_hidden_layers=18,
-                                       num_attention_heads=8, num_key_value_heads=1, head_dim=256), 2_506_172_416, 2.5e9,
-                   "google/gemma_pytorch config.py"),
-    "Gemma-1 7B": ("GemmaConfig", dict(vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28,
-                                       num_attention_heads=16, num_key_value_heads=16, head_dim=256), 8_537_680_896, 8.5e9,
-                   "google/gemma_pytorch config.py"),
-    "Gemma-2 9B": ("Gemma2Config", dict(vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
-                                        num_attention_heads=16, num_key_value_heads=8, head_dim=256, query_pre_attn_scalar=256),
-                   9_241_705_984, 9.24e9, "arXiv:2408.00118 Table 2"),
-    "Gemma-2 27B": ("Gemma2Config", dict(vocab_size=256000, hidden_size=4608, intermediate_size=36864, num_hidden_layers=46,
-                                         num_attention_heads=32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=144),
-                    27_227_128_320, 27.2e9, "arXiv:2408.00118 Table 2"),
-    "Gemma-3 1B": ("Gemma3TextConfig", dict(vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
-                                            num_attention_heads=4, num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=256,
-                                            sliding_window=512, rope_parameters=GEMMA3_ROPE), 999_885_952, 1.0e9,
-                   "arXiv:2503.19786 Table 1; google/gemma_pytorch config.py"),
-    "Gemma-3 27B": ("Gemma3TextConfig", dict(vocab_size=262144, hidden_size=5376, intermediate_size=21504, num_hidden_layers=62,
-                                             num_attention_heads=32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168,
-                                             sliding_window=1024, rope_parameters={**GEMMA3_ROPE, "full_attention": {
-                                                 "rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}}),
-                    27_009_002_240, 27.0e9, "arXiv:2503.19786 Table 1; google/gemma_pytorch config.py"),
-    "DeepSeek-V2": ("DeepseekV2Config", dict(vocab_size=102400, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536,
-                                             num_hidden_layers=60, num_attention_heads=128, num_key_value_heads=128,
-                                             n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1,
-                                             kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
-                                             v_head_dim=128, rope_parameters=YARN), 235_741_434_880, 236e9,
-                    "deepseek-ai/DeepSeek-V3 inference/configs/config_236B.json; arXiv:2405.04434"),
-    "DeepSeek-V3": ("DeepseekV3Config", dict(rope_parameters=YARN), 671_026_404_352, 671e9,
-                    "deepseek-ai/DeepSeek-V3 inference/configs/config_671B.json; arXiv:2412.19437"),
-    "OLMo-2 7B": ("Olmo2Config", dict(vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-                                      num_attention_heads=32, num_key_value_heads=32, rms_norm_eps=1e-6,
-                                      rope_parameters=rope(500000.0)), 7_298_617_344, 7.3e9, "allenai/OLMo configs"),
-    "Phi-2": ("PhiConfig", dict(vocab_size=51200, hidden_size=2560, intermediate_size=10240, num_hidden_layers=32, num_attention_heads=32,
-                                rope_parameters=rope(10000.0, partial_rotary_factor=0.4)), 2_779_683_840, 2.7e9,
-              "Lightning-AI/litgpt config.py"),
+    "GPT-2 XL": (
+        "GPT2Config",
+        {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+        1_557_611_200,
+        1.5e9,
+        "openai/gpt-2 src/model.py; 1558M in its README",
+    ),
+    "GPT-J 6B": (
+        "GPTJConfig",
+        {},
+        6_050_882_784,
+        6.053e9,
+        "kingoflolz/mesh-transformer-jax configs/6B_roto_256.json, README",
+    ),
+    "GPT-NeoX 20B": (
+        "GPTNeoXConfig",
+        {"hidden_act": "gelu_new"},
+        20_554_567_680,
+        20.6e9,
+        "EleutherAI/gpt-neox configs/20B.yml (bias_gelu_fusion is the tanh form)",
+    ),
+    "Llama-1 7B": (
+        "LlamaConfig",
+        llama(4096, 11008, 32, 32, 32, 32000, 10000.0, eps=1e-6),
+        6_738_415_616,
+        6.7e9,
+        "arXiv:2302.13971",
+    ),
+    "Llama-2 7B": (
+        "LlamaConfig",
+        llama(4096, 11008, 32, 32, 32, 32000, 10000.0),
+        6_738_415_616,
+        6.7e9,
+        "arXiv:2307.09288",
+    ),
+    "Llama-2 70B": (
+        "LlamaConfig",
+        llama(8192, 28672, 80, 64, 8, 32000, 10000.0),
+        68_976_648_192,
+        69e9,
+        "arXiv:2307.09288",
+    ),
+    "Llama-3 8B": (
+        "LlamaConfig",
+        llama(4096, 14336, 32, 32, 8, 128256, 500000.0),
+        8_030_261_248,
+        8e9,
+        "meta-llama/llama3",
+    ),
+    "Llama-3 70B": (
+        "LlamaConfig",
+        llama(8192, 28672, 80, 64, 8, 128256, 500000.0),
+        70_553_706_496,
+        70.6e9,
+        "meta-llama/llama3",
+    ),
+    "Llama-3.1 405B": (
+        "LlamaConfig",
+        {
+            **llama(16384, 53248, 126, 128, 8, 128256, 500000.0),
+            "rope_parameters": llama3_scaling(8.0),
+        },
+        405_853_388_800,
+        405e9,
+        "arXiv:2407.21783",
+    ),
+    "Llama-3.2 1B": (
+        "LlamaConfig",
+        {
+            **llama(2048, 8192, 16, 32, 8, 128256, 500000.0, tied=True),
+            "head_dim": 64,
+            "rope_parameters": llama3_scaling(32.0),
+        },
+        1_235_814_400,
+        1.23e9,
+        "meta-llama/llama-models",
+    ),
+    "Llama-4 Scout": (
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 16,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "rope_parameters": llama3_scaling(16.0),
+        },
+        107_769_861_120,
+        109e9,
+        "meta-llama/llama-models (109B counts the vision part)",
+    ),
+    "Llama-4 Maverick": (
+        "Llama4TextConfig",
+        {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        400_711_848_960,
+        400e9,
+        "meta-llama/llama-models",
+    ),
+    "Mistral 7B v0.1": (
+        "MistralConfig",
+        {"rms_norm_eps": 1e-5, "rope_parameters": rope(10000.0), "sliding_window": 4096},
+        7_241_732_096,
+        7.2e9,
+        "arXiv:2310.06825; Lightning-AI/litgpt config.py",
+    ),
+    "Mixtral 8x7B": (
+        "MixtralConfig",
+        {"rope_parameters": rope(1000000.0)},
+        46_702_792_704,
+        47e9,
+        "arXiv:2401.04088",
+    ),
+    "Qwen2/2.5 7B": (
+        "Qwen2Config",
+        llama(3584, 18944, 28, 28, 4, 152064, 1000000.0, eps=1e-6),
+        7_615_616_512,
+        7.6e9,
+        "arXiv:2407.10671, arXiv:2412.15115",
+    ),
+    "Qwen3 8B": (
+        "Qwen3Config",
+        llama(4096, 12288, 36, 32, 8, 151936, 1000000.0, eps=1e-6, head_dim=128),
+        8_190_735_360,
+        8.2e9,
+        "arXiv:2505.09388; meta-pytorch/torchtune",
+    ),
+    "Qwen3 30B-A3B": (
+        "Qwen3MoeConfig",
+        dict(
+            llama(2048, 6144, 48, 32, 4, 151936, 1000000.0, eps=1e-6, head_dim=128),
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+        30_532_122_624,
+        30.5e9,
+        "arXiv:2505.09388",
+    ),
+    "Gemma-1 2B": (
+        "GemmaConfig",
+        {
+            "vocab_size": 256000,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+        },
+        2_506_172_416,
+        2.5e9,
+        "google/gemma_pytorch config.py",
+    ),
+    "Gemma-1 7B": (
+        "GemmaConfig",
+        {
+            "vocab_size": 256000,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+        },
+        8_537_680_896,
+        8.5e9,
+        "google/gemma_pytorch config.py",
+    ),
+    "Gemma-2 9B": (
+        "Gemma2Config",
+        {
+            "vocab_size": 256000,
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+        },
+        9_241_705_984,
+        9.24e9,
+        "arXiv:2408.00118 Table 2",
+    ),
+    "Gemma-2 27B": (
+        "Gemma2Config",
+        {
+            "vocab_size": 256000,
+            "hidden_size": 4608,
+            "intermediate_size": 36864,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 144,
+        },
+        27_227_128_320,
+        27.2e9,
+        "arXiv:2408.00118 Table 2",
+    ),
+    "Gemma-3 1B": (
+        "Gemma3TextConfig",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 512,
+            "rope_parameters": GEMMA3_ROPE,
+        },
+        999_885_952,
+        1.0e9,
+        "arXiv:2503.19786 Table 1; google/gemma_pytorch config.py",
+    ),
+    "Gemma-3 27B": (
+        "Gemma3TextConfig",
+        {
+            "vocab_size": 262144,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 168,
+            "sliding_window": 1024,
+            "rope_parameters": {
+                **GEMMA3_ROPE,
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            },
+        },
+        27_009_002_240,
+        27.0e9,
+        "arXiv:2503.19786 Table 1; google/gemma_pytorch config.py",
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2Config",
+        {
+            "vocab_size": 102400,
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "n_routed_experts": 160,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_parameters": YARN,
+        },
+        235_741_434_880,
+        236e9,
+        "deepseek-ai/DeepSeek-V3 inference/configs/config_236B.json; arXiv:2405.04434",
+    ),
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        {"rope_parameters": YARN},
+        671_026_404_352,
+        671e9,
+        "deepseek-ai/DeepSeek-V3 inference/configs/config_671B.json; arXiv:2412.19437",
+    ),
+    "OLMo-2 7B": (
+        "Olmo2Config",
+        {
+            "vocab_size": 100352,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": rope(500000.0),
+        },
+        7_298_617_344,
+        7.3e9,
+        "allenai/OLMo configs",
+    ),
+    "Phi-2": (
+        "PhiConfig",
+        {
+            "vocab_size": 51200,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "rope_parameters": rope(10000.0, partial_rotary_factor=0.4),
+        },
+        2_779_683_840,
+        2.7e9,
+        "Lightning-AI/litgpt config.py",
+    ),
     "Falcon 7B": ("FalconConfig", {}, 6_921_720_704, 7e9, "Lightning-AI/litgpt config.py"),
-    "Falcon 40B": ("FalconConfig", dict(hidden_size=8192, num_hidden_layers=60, num_attention_heads=128, num_kv_heads=8,
-                                        new_decoder_architecture=True), 41_303_293_952, 41e9, "Lightning-AI/litgpt config.py"),
-    "Command-R 35B": ("CohereConfig", {}, 34_980_831_232, 35e9, "class defaults; public copies of the v01 configuration"),
-    "gpt-oss 20b": ("GptOssConfig", dict(num_hidden_layers=24, num_local_experts=32), 20_914_757_184, 20.9e9,
-                    "openai/gpt-oss model card"),
-    "gpt-oss 120b": ("GptOssConfig", dict(num_hidden_layers=36, num_local_experts=128), 116_829_156_672, 116.8e9,
-                     "openai/gpt-oss model card"),
+    "Falcon 40B": (
+        "FalconConfig",
+        {
+            "hidden_size": 8192,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 128,
+            "num_kv_heads": 8,
+            "new_decoder_architecture": True,
+        },
+        41_303_293_952,
+        41e9,
+        "Lightning-AI/litgpt config.py",
+    ),
+    "Command-R 35B": (
+        "CohereConfig",
+        {},
+        34_980_831_232,
+        35e9,
+        "class defaults; public copies of the v01 configuration",
+    ),
+    "gpt-oss 20b": (
+        "GptOssConfig",
+        {"num_hidden_layers": 24, "num_local_experts": 32},
+        20_914_757_184,
+        20.9e9,
+        "openai/gpt-oss model card",
+    ),
+    "gpt-oss 120b": (
+        "GptOssConfig",
+        {"num_hidden_layers": 36, "num_local_experts": 128},
+        116_829_156_672,
+        116.8e9,
+        "openai/gpt-oss model card",
+    ),
 }
 
 # (name, column): (value, source) for what no model definition tells. "n/s": the authors do not state it; "n/c": no primary source.
-ADJACENT = ("adjacent*", "released code rotates adjacent pairs (meta-llama/llama llama/model.py apply_rotary_emb); the port is half-split")
-MISTRAL = ("adjacent*", "mistralai/mistral-inference rope.py views adjacent pairs as complex; the port is half-split")
+ADJACENT = (
+    "adjacent*",
+    "released code rotates adjacent pairs (meta-llama/llama llama/model.py apply_rotary_emb); the port is half-split",
+)
+MISTRAL = (
+    "adjacent*",
+    "mistralai/mistral-inference rope.py views adjacent pairs as complex; the port is half-split",
+)
 GPT3 = "arXiv:2005.14165 section 2.1 and Table 2.1"
 PALM = "arXiv:2204.02311 sections 2 and 5, Table 1"
 FACTS = {
-    **{(m, "Pairs"): ADJACENT for m in ("Llama-1 7B", "Llama-2 7B", "Llama-2 70B", "Llama-3 8B", "Llama-3 70B", "Llama-3.1 405B",
-                                        "Llama-3.2 1B")},
-    ("Mistral 7B v0.1", "Pairs"): MISTRAL, ("Mixtral 8x7B", "Pairs"): MISTRAL,
-    ("Command-R 35B", "Theta"): ("n/c", "public copies of the configuration and the class default disagree"),
-    ("Falcon 7B", "Tied"): ("n/c", "class default ties; Lightning-AI/litgpt loads a separate lm_head.weight"),
-    ("Falcon 40B", "Tied"): ("n/c", "class default ties; Lightning-AI/litgpt loads a separate lm_head.weight"),
-    **{("GPT-3 175B", c): (v, GPT3) for c, v in {
-        "Topology": "Pre-LN", "Norm": "as GPT-2", "eps": "n/s", "Biases": "n/s", "Position": "as GPT-2", "Pairs": "-", "Theta": "-",
-        "Window": "banded sparse, alternating", "Sharing": "MHA", "Heads q / kv": "96 / 96", "head_dim": "128", "Extras": "none stated",
-        "FFN": "as GPT-2", "d_ff": "49,152", "d_ff / d_model": "4.00", "Experts": "-", "Layers": "96", "d_model": "12,288",
-        "Vocabulary": "n/s", "Tied": "n/s"}.items()},
-    **{("PaLM 540B", c): (v, PALM) for c, v in {
-        "Topology": "parallel", "Norm": "LayerNorm, no bias", "eps": "n/s", "Biases": "none", "Position": "RoPE", "Pairs": "n/s",
-        "Theta": "n/s", "Window": "none", "Sharing": "MQA", "Heads q / kv": "48 / 1", "head_dim": "256", "Extras": "logits scaled",
-        "FFN": "SwiGLU", "d_ff": "73,728", "d_ff / d_model": "4.00", "Experts": "-", "Layers": "118", "d_model": "18,432",
-        "Vocabulary": "256k", "Tied": "yes"}.items()},
+    **{
+        (m, "Pairs"): ADJACENT
+        for m in (
+            "Llama-1 7B",
+            "Llama-2 7B",
+            "Llama-2 70B",
+            "Llama-3 8B",
+            "Llama-3 70B",
+            "Llama-3.1 405B",
+            "Llama-3.2 1B",
+        )
+    },
+    ("Mistral 7B v0.1", "Pairs"): MISTRAL,
+    ("Mixtral 8x7B", "Pairs"): MISTRAL,
+    ("Command-R 35B", "Theta"): (
+        "n/c",
+        "public copies of the configuration and the class default disagree",
+    ),
+    ("Falcon 7B", "Tied"): (
+        "n/c",
+        "class default ties; Lightning-AI/litgpt loads a separate lm_head.weight",
+    ),
+    ("Falcon 40B", "Tied"): (
+        "n/c",
+        "class default ties; Lightning-AI/litgpt loads a separate lm_head.weight",
+    ),
+    **{
+        ("GPT-3 175B", c): (v, GPT3)
+        for c, v in {
+            "Topology": "Pre-LN",
+            "Norm": "as GPT-2",
+            "eps": "n/s",
+            "Biases": "n/s",
+            "Position": "as GPT-2",
+            "Pairs": "-",
+            "Theta": "-",
+            "Window": "banded sparse, alternating",
+            "Sharing": "MHA",
+            "Heads q / kv": "96 / 96",
+            "head_dim": "128",
+            "Extras": "none stated",
+            "FFN": "as GPT-2",
+            "d_ff": "49,152",
+            "d_ff / d_model": "4.00",
+            "Experts": "-",
+            "Layers": "96",
+            "d_model": "12,288",
+            "Vocabulary": "n/s",
+            "Tied": "n/s",
+        }.items()
+    },
+    **{
+        ("PaLM 540B", c): (v, PALM)
+        for c, v in {
+            "Topology": "parallel",
+            "Norm": "LayerNorm, no bias",
+            "eps": "n/s",
+            "Biases": "none",
+            "Position": "RoPE",
+            "Pairs": "n/s",
+            "Theta": "n/s",
+            "Window": "none",
+            "Sharing": "MQA",
+            "Heads q / kv": "48 / 1",
+            "head_dim": "256",
+            "Extras": "logits scaled",
+            "FFN": "SwiGLU",
+            "d_ff": "73,728",
+            "d_ff / d_model": "4.00",
+            "Experts": "-",
+            "Layers": "118",
+            "d_model": "18,432",
+            "Vocabulary": "256k",
+            "Tied": "yes",
+        }.items()
+    },
 }
-NAMES = list(CHECKPOINTS)[:1] + ["GPT-3 175B"] + list(CHECKPOINTS)[1:3] + ["PaLM 540B"] + list(CHECKPOINTS)[3:]
+NAMES = [
+    *list(CHECKPOINTS)[:1],
+    "GPT-3 175B",
+    *list(CHECKPOINTS)[1:3],
+    "PaLM 540B",
+    *list(CHECKPOINTS)[3:],
+]
 
 
 # ---------------------------------------------------------------- the tables of the notes
 
+
 def recipe_tables(text):
     """{table: {model: {column: cell}}}; a table is found by its header."""
     found, lines = {}, text.split("\n")
-    split = lambda line: [c.replace(r"\|", "|").strip() for c in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+
+    def split(line):
+        return [
+            c.replace(r"\|", "|").strip() for c in re.split(r"(?<!\\)\|", line.strip().strip("|"))
+        ]
+
     for i, line in enumerate(lines):
         if not line.startswith("| Model |"):
             continue
@@ -178,6 +544,7 @@ def tables():
 
 # ---------------------------------------------------------------- the models
 
+
 @lru_cache(None)
 def full(name):
     cls, kwargs, *_ = CHECKPOINTS[name]
@@ -195,14 +562,36 @@ def small(name):
     big = getattr(transformers, cls)(**kwargs)
     q, kv = q_kv_heads(full(name))
     kv = {q: 4, 1: 1}.get(kv, 2)
-    cut = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=kv,
-               head_dim=16, moe_intermediate_size=24, intermediate_size_mlp=48, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
-               qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=16, num_experts=8, num_local_experts=8, num_kv_heads=kv,
-               first_k_dense_replace=1, ffn_hidden_size=64)
+    cut = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "intermediate_size_mlp": 48,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 16,
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "num_kv_heads": kv,
+        "first_k_dense_replace": 1,
+        "ffn_hidden_size": 64,
+    }
     if big.model_type in ("gptj", "gpt2"):
-        cut = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=64)
-    given = {**kwargs, **{k: v for k, v in cut.items() if hasattr(big, k)}, "attn_implementation": "eager",
-             **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))}
+        cut = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 64}
+    given = {
+        **kwargs,
+        **{k: v for k, v in cut.items() if hasattr(big, k)},
+        "attn_implementation": "eager",
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
     if hasattr(big, "kv_lora_rank"):
         given.update(head_dim=8, n_group=2, topk_group=1, num_experts_per_tok=2)
     if big.model_type == "falcon":
@@ -210,7 +599,11 @@ def small(name):
     if big.model_type == "phi":
         given["rope_parameters"] = rope(10000.0, partial_rotary_factor=0.5)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, cls)(**given)).float().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(getattr(transformers, cls)(**given))
+        .float()
+        .eval()
+    )
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, std=0.5)
@@ -220,7 +613,11 @@ def small(name):
 
 
 def layers(model):
-    return next(m for n, m in model.named_modules() if n.split(".")[-1] in ("layers", "h") and isinstance(m, torch.nn.ModuleList))
+    return next(
+        m
+        for n, m in model.named_modules()
+        if n.split(".")[-1] in ("layers", "h") and isinstance(m, torch.nn.ModuleList)
+    )
 
 
 def part(layer, *names):
@@ -258,6 +655,7 @@ def q_kv_heads(model):
 
 # ---------------------------------------------------------------- what a model shows
 
+
 def topology(name):
     """Run the small model and see which tensor each sublayer and each norm of its first layer reads."""
     model, seen = small(name), {}
@@ -268,19 +666,34 @@ def topology(name):
             first = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
             out = output[0] if isinstance(output, tuple) else output
             seen[key] = (first.detach().clone(), out.detach().clone().reshape(first.shape))
+
         return hook
 
-    watched = {"layer": layer, "attn": part(layer, "self_attn", "attn", "attention", "self_attention"), "ffn": ffn(layer),
-               **{f"norm {n}": m for n, m in norms(layer).items()}}
+    watched = {
+        "layer": layer,
+        "attn": part(layer, "self_attn", "attn", "attention", "self_attention"),
+        "ffn": ffn(layer),
+        **{f"norm {n}": m for n, m in norms(layer).items()},
+    }
     handles = [m.register_forward_hook(watch(k), with_kwargs=True) for k, m in watched.items()]
     with torch.no_grad():
-        model(torch.randint(64, (2, 5), generator=torch.Generator().manual_seed(1)), use_cache=False)
+        model(
+            torch.randint(64, (2, 5), generator=torch.Generator().manual_seed(1)), use_cache=False
+        )
     for handle in handles:
         handle.remove()
-    same = lambda a, b: a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
+
+    def same(a, b):
+        return a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
+
     (x, y), (a_in, a_out), (f_in, f_out) = seen["layer"], seen["attn"], seen["ffn"]
-    read_by = lambda t: [k for k, (i, _) in seen.items() if k.startswith("norm") and same(i, t)]
-    gives = lambda t: [k for k, (_, o) in seen.items() if k.startswith("norm") and same(o, t)]
+
+    def read_by(t):
+        return [k for k, (i, _) in seen.items() if k.startswith("norm") and same(i, t)]
+
+    def gives(t):
+        return [k for k, (_, o) in seen.items() if k.startswith("norm") and same(o, t)]
+
     plain = same(y, x + a_out + f_out)
     before = [k for k in gives(a_in) if same(seen[k][0], x)]
     if plain and before and any(same(seen[k][0], x + a_out) for k in gives(f_in)):
@@ -312,7 +725,11 @@ def norm_of(name):
         zero = norm(x) - (bias if bias is not None else 0.0)
         norm.weight.copy_(saved)
     plus_one = not torch.allclose(zero, torch.zeros_like(zero), atol=1e-6)
-    return ("LayerNorm" + ("" if bias is not None else ", no bias")) if shift_free else "RMSNorm" + (", 1+w" if plus_one else "")
+    return (
+        ("LayerNorm" + ("" if bias is not None else ", no bias"))
+        if shift_free
+        else "RMSNorm" + (", 1+w" if plus_one else "")
+    )
 
 
 def eps_of(name):
@@ -337,13 +754,20 @@ def biases(name):
         elif "router" in owner:
             groups.add("router")
         elif any(k in parameter for k in ("attn", "attention")):
-            groups.add("o" if leaf in ("o_proj", "c_proj", "out_proj") or leaf == "dense" else "qkv")
+            groups.add(
+                "o" if leaf in ("o_proj", "c_proj", "out_proj") or leaf == "dense" else "qkv"
+            )
         else:
             groups.add("FFN")
-    words = {frozenset(): "none", frozenset({"qkv"}): "q, k, v", frozenset({"norms"}): "norms",
-             frozenset({"qkv", "o", "FFN", "norms"}): "all", frozenset({"qkv", "o", "FFN", "norms", "head"}): "all, head",
-             frozenset({"FFN", "norms", "head"}): "FFN, norms, head",
-             frozenset({"qkv", "o", "experts", "router"}): "attention, experts, router"}
+    words = {
+        frozenset(): "none",
+        frozenset({"qkv"}): "q, k, v",
+        frozenset({"norms"}): "norms",
+        frozenset({"qkv", "o", "FFN", "norms"}): "all",
+        frozenset({"qkv", "o", "FFN", "norms", "head"}): "all, head",
+        frozenset({"FFN", "norms", "head"}): "FFN, norms, head",
+        frozenset({"qkv", "o", "experts", "router"}): "attention, experts, router",
+    }
     return words.get(frozenset(groups), str(sorted(groups)))
 
 
@@ -411,23 +835,30 @@ def theta(name):
     if c.model_type == "gpt2":
         return "-"
     if c.model_type == "gptj":
-        return f'{int(re.search(r"10000", inspect.getsource(modeling(full(name)).create_sinusoidal_positions)).group()):,}'
+        return f"{int(re.search(r'10000', inspect.getsource(modeling(full(name)).create_sinusoidal_positions)).group()):,}"
     r = c.rope_parameters
     if "full_attention" in r:
-        return f'{r["full_attention"]["rope_theta"]:,.0f}; local {r["sliding_attention"]["rope_theta"]:,.0f}'
-    scaled = {"default": "", "llama3": ", scaled", "yarn": ", YaRN", "linear": ", linear"}[r["rope_type"]]
-    return f'{r["rope_theta"]:,.0f}{scaled}'
+        return f"{r['full_attention']['rope_theta']:,.0f}; local {r['sliding_attention']['rope_theta']:,.0f}"
+    scaled = {"default": "", "llama3": ", scaled", "yarn": ", YaRN", "linear": ", linear"}[
+        r["rope_type"]
+    ]
+    return f"{r['rope_theta']:,.0f}{scaled}"
 
 
 def window(name):
     c = full(name).config.get_text_config()
     kinds = getattr(c, "layer_types", None)
     if getattr(c, "attention_chunk_size", None) and kinds:
-        assert kinds == ["full_attention" if (i + 1) % 4 == 0 else "chunked_attention" for i in range(len(kinds))]
+        assert kinds == [
+            "full_attention" if (i + 1) % 4 == 0 else "chunked_attention" for i in range(len(kinds))
+        ]
         return f"chunks of {c.attention_chunk_size:,}, 3:1"
     if kinds and "sliding_attention" in kinds:
         n = kinds.index("full_attention")
-        assert kinds == ["full_attention" if (i + 1) % (n + 1) == 0 else "sliding_attention" for i in range(len(kinds))]
+        assert kinds == [
+            "full_attention" if (i + 1) % (n + 1) == 0 else "sliding_attention"
+            for i in range(len(kinds))
+        ]
         return f"{c.sliding_window:,}, {n}:1, local first"
     if getattr(c, "sliding_window", None) and getattr(c, "use_sliding_window", True):
         return f"{c.sliding_window:,}, every layer"
@@ -443,7 +874,10 @@ def sharing(name):
     q, kv = q_kv_heads(full(name))
     a, (d, _) = attention(layers(full(name))[0]), head_dims(name)
     if hasattr(a, "k_proj"):
-        assert a.q_proj.weight.shape[0] == q * d and a.k_proj.weight.shape[0] == a.v_proj.weight.shape[0] == kv * d
+        assert (
+            a.q_proj.weight.shape[0] == q * d
+            and a.k_proj.weight.shape[0] == a.v_proj.weight.shape[0] == kv * d
+        )
     else:
         packed = part(a, "c_attn", "query_key_value").weight.shape
         assert (q + 2 * kv) * d in packed, (name, packed)
@@ -470,9 +904,14 @@ def extras(name):
         else:
             assert width is None and not before, name
             found.append("QK-norm after RoPE")
-    attn_cap, final = getattr(c, "attn_logit_softcapping", None), getattr(c, "final_logit_softcapping", None)
+    attn_cap, final = (
+        getattr(c, "attn_logit_softcapping", None),
+        getattr(c, "final_logit_softcapping", None),
+    )
     if attn_cap:
-        assert "softcap" in source and "final_logit_softcapping" in inspect.getsource(type(full(name)).forward)
+        assert "softcap" in source and "final_logit_softcapping" in inspect.getsource(
+            type(full(name)).forward
+        )
         found.append(f"caps {attn_cap:g}, {final:g}")
     if getattr(a, "sinks", None) is not None:
         found.append("sinks")
@@ -492,11 +931,20 @@ def ffn_kind(name):
     c = model.config.get_text_config()
     layer = layers(model)[-1]
     m = experts_of(layer) or ffn(layer)
-    own = {n.split(".")[-1] if not n.endswith(".weight") else n.split(".")[-2] for n, _ in m.named_parameters()}
+    own = {
+        n.split(".")[-1] if not n.endswith(".weight") else n.split(".")[-2]
+        for n, _ in m.named_parameters()
+    }
     gated = any("gate" in n for n in own)
     if c.model_type == "gpt_oss":
         source = inspect.getsource(type(m))
-        assert gated and m.alpha == 1.702 and m.limit == 7.0 and "clamp" in source and "(up + 1)" in source
+        assert (
+            gated
+            and m.alpha == 1.702
+            and m.limit == 7.0
+            and "clamp" in source
+            and "(up + 1)" in source
+        )
         return "SwiGLU, clamped"
     act = next(getattr(m, n) for n in ("act_fn", "act", "activation_fn") if hasattr(m, n))
     x = torch.linspace(-4, 4, 41)
@@ -536,7 +984,9 @@ def experts(name):
         return "-"
     layer = next(l for l in layers(model) if experts_of(l) is not None)
     routed = next(iter(experts_of(layer).parameters())).shape[0]
-    shared = getattr(ffn(layer), "shared_experts", None) or getattr(ffn(layer), "shared_expert", None)
+    shared = getattr(ffn(layer), "shared_experts", None) or getattr(
+        ffn(layer), "shared_expert", None
+    )
     n = 0
     if shared is not None:
         n = round(shared.down_proj.weight.shape[1] / widths(name)[0])
@@ -556,18 +1006,33 @@ def derived(name):
     qk, v = head_dims(name)
     mla = hasattr(c, "kv_lora_rank")
     return {
-        "Topology": topology(name), "Norm": norm_of(name), "eps": eps_of(name), "Biases": biases(name),
-        "Position": position(name), "Pairs": pairs(name), "Theta": theta(name), "Window": window(name),
-        "Sharing": sharing(name), "Heads q / kv": f"{q} / -" if mla else f"{q} / {kv}", "head_dim": f"{qk}; v {v}" if mla else f"{qk}",
-        "Extras": extras(name), "FFN": ffn_kind(name), "d_ff": d_ff(name),
-        "d_ff / d_model": f"{widths(name)[0] / embedding(full(name)).shape[1]:.2f}", "Experts": experts(name),
-        "Layers": f"{len(layers(full(name)))}", "d_model": f"{embedding(full(name)).shape[1]:,}",
+        "Topology": topology(name),
+        "Norm": norm_of(name),
+        "eps": eps_of(name),
+        "Biases": biases(name),
+        "Position": position(name),
+        "Pairs": pairs(name),
+        "Theta": theta(name),
+        "Window": window(name),
+        "Sharing": sharing(name),
+        "Heads q / kv": f"{q} / -" if mla else f"{q} / {kv}",
+        "head_dim": f"{qk}; v {v}" if mla else f"{qk}",
+        "Extras": extras(name),
+        "FFN": ffn_kind(name),
+        "d_ff": d_ff(name),
+        "d_ff / d_model": f"{widths(name)[0] / embedding(full(name)).shape[1]:.2f}",
+        "Experts": experts(name),
+        "Layers": f"{len(layers(full(name)))}",
+        "d_model": f"{embedding(full(name)).shape[1]:,}",
         "Vocabulary": f"{embedding(full(name)).shape[0]:,}",
-        "Tied": "yes" if full(name).get_output_embeddings().weight is embedding(full(name)) else "no",
+        "Tied": "yes"
+        if full(name).get_output_embeddings().weight is embedding(full(name))
+        else "no",
     }
 
 
 # ---------------------------------------------------------------- tests
+
 
 def test_every_table_has_every_model_in_one_order():
     found = tables()
@@ -607,8 +1072,13 @@ def test_facts_have_a_source(key):
 def test_gemma_scales_embeddings_and_some_query_scales_are_not_head_dim():
     for name, scalar in {"Gemma-2 27B": 144, "Gemma-3 27B": 168}.items():
         c = full(name).config
-        assert c.query_pre_attn_scalar == scalar == c.hidden_size // c.num_attention_heads != c.head_dim
-        assert attention(layers(full(name))[0]).scaling == scalar ** -0.5
+        assert (
+            c.query_pre_attn_scalar
+            == scalar
+            == c.hidden_size // c.num_attention_heads
+            != c.head_dim
+        )
+        assert attention(layers(full(name))[0]).scaling == scalar**-0.5
     for name in [n for n in CHECKPOINTS if n.startswith("Gemma")]:
         source = inspect.getsource(modeling(full(name)))
         assert "hidden_size**0.5" in source or "hidden_size ** 0.5" in source, name
@@ -623,21 +1093,42 @@ def test_a_wrong_cell_is_seen():
 
 def test_later_models_in_the_library():
     hy4 = transformers.HYV4Config()
-    assert (hy4.n_routed_experts, hy4.n_shared_experts, hy4.num_experts_per_tok, hy4.kv_lora_rank) == (256, 1, 8, 512)
-    assert hy4.mlp_layer_types[:2] == ["dense", "sparse"] and set(hy4.mlp_layer_types[1:]) == {"sparse"} and hy4.hc_mult == 4
+    assert (
+        hy4.n_routed_experts,
+        hy4.n_shared_experts,
+        hy4.num_experts_per_tok,
+        hy4.kv_lora_rank,
+    ) == (256, 1, 8, 512)
+    assert (
+        hy4.mlp_layer_types[:2] == ["dense", "sparse"]
+        and set(hy4.mlp_layer_types[1:]) == {"sparse"}
+        and hy4.hc_mult == 4
+    )
     assert set(hy4.layer_types) == {"indexed_attention"}
 
     flash = transformers.Qwen4ExpTextConfig()
     assert flash.hc_count == 4 and flash.layer_types == [
-        "indexed_attention" if (i + 1) % 4 == 0 else "linear_attention" for i in range(flash.num_hidden_layers)]
+        "indexed_attention" if (i + 1) % 4 == 0 else "linear_attention"
+        for i in range(flash.num_hidden_layers)
+    ]
 
 
 GATES = {  # first cell of the table in section 6: (scores, weight, shared experts, source)
     "Switch": ("softmax over all", "that probability, top-1", "0", "arXiv:2101.03961"),
     "Mixtral 8x7B": ("softmax over all", "renormalised over the 2", "0", "MixtralTopKRouter"),
-    "Qwen3 30B-A3B": ("softmax over all", "renormalised over the 8", "0", "checkpoint norm_topk_prob=true; class default false"),
+    "Qwen3 30B-A3B": (
+        "softmax over all",
+        "renormalised over the 8",
+        "0",
+        "checkpoint norm_topk_prob=true; class default false",
+    ),
     "gpt-oss": ("softmax over the chosen 4", "that softmax", "0", "GptOssTopKRouter"),
-    "DeepSeek-V2": ("softmax over all", "not renormalised, times 16", "2", "deepseek-ai/DeepSeek-V3 inference config_236B.json"),
+    "DeepSeek-V2": (
+        "softmax over all",
+        "not renormalised, times 16",
+        "2",
+        "deepseek-ai/DeepSeek-V3 inference config_236B.json",
+    ),
     "DeepSeek-V3": ("sigmoid", "renormalised over the 8, times 2.5", "1", "DeepseekV3Config"),
     "Llama-4": ("sigmoid, top-1", "multiplies the expert's **input**", "1", "Llama4TextMoe"),
 }
@@ -647,14 +1138,32 @@ def test_gate_table():
     text = NOTES.read_text(encoding="utf-8")
     for model, (*cells, _) in GATES.items():
         assert "| " + " | ".join([model, *cells]) + " |" in text, model
-    source = lambda name, kind: "".join(inspect.getsource(o) for n, o in vars(modeling(full(name))).items()
-                                        if inspect.isclass(o) and o.__module__ == modeling(full(name)).__name__ and re.search(kind, n))
+
+    def source(name, kind):
+        return "".join(
+            inspect.getsource(o)
+            for n, o in vars(modeling(full(name))).items()
+            if inspect.isclass(o)
+            and o.__module__ == modeling(full(name)).__name__
+            and re.search(kind, n)
+        )
+
     v3 = full("DeepSeek-V3").config
-    assert v3.routed_scaling_factor == 2.5 and v3.norm_topk_prob and ".sigmoid()" in source("DeepSeek-V3", "Router|MoE|Moe")
+    assert (
+        v3.routed_scaling_factor == 2.5
+        and v3.norm_topk_prob
+        and ".sigmoid()" in source("DeepSeek-V3", "Router|MoE|Moe")
+    )
     mixtral = source("Mixtral 8x7B", "Router|Sparse")
-    assert mixtral.index("softmax(") < mixtral.index("torch.topk(") and ".sum(dim=-1, keepdim=True)" in mixtral
+    assert (
+        mixtral.index("softmax(") < mixtral.index("torch.topk(")
+        and ".sum(dim=-1, keepdim=True)" in mixtral
+    )
     oss = source("gpt-oss 20b", "Router")
     assert oss.index("torch.topk(") < oss.index("softmax(")
     llama4 = source("Llama-4 Scout", "Router|Moe")
     assert "sigmoid(" in llama4 and re.search(r"routed_in = routed_in \* router_scores", llama4)
-    assert full("Qwen3 30B-A3B").config.norm_topk_prob and not transformers.Qwen3MoeConfig().norm_topk_prob
+    assert (
+        full("Qwen3 30B-A3B").config.norm_topk_prob
+        and not transformers.Qwen3MoeConfig().norm_topk_prob
+    )

@@ -238,7 +238,7 @@ def test_nothing_is_used_before_it_is_defined():
 
 
 def test_shape_comments_are_right():
-    """A trailing comment such as `# (B, H, T, d_v)` holds for the value of its line, in every demo."""
+    """A trailing comment such as `# (B, H, T, d_v)` holds for its line, in every demo."""
     checked = compare_shape_comments()
     assert len(checked) > 30
 

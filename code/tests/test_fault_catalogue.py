@@ -1,0 +1,57 @@
+"""Each fault of the catalogue, planted: the demos see it, and the notes say which."""
+
+import html
+import re
+
+import faults
+import pytest
+import torch
+
+NOTES = faults.NOTES.read_text(encoding="utf-8")
+DRILL = re.compile(r"^\*\*Drill \d+\..*?^</details>$", re.M | re.S)
+DRILLS = DRILL.findall(NOTES.partition("## §11")[2])
+
+torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
+
+
+def words(text: str) -> str:
+    """The code alone: comments left out, every gap one space."""
+    return " ".join(re.sub(r"#.*", "", text).split())
+
+
+def test_names_are_unique_and_there_are_enough():
+    assert len(faults.BY_NAME) == len(faults.FAULTS) >= 40
+
+
+def test_script_without_a_fault_passes():
+    assert not faults.failing(None)
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+def test_a_demo_turns_fail_by_comparison(fault):
+    assert faults.parts()[1][fault.place].count(fault.old) == 1
+    assert faults.failing(fault, compared=True), faults.explain(fault)
+
+
+def test_table_in_the_notes_is_the_measured_one():
+    assert faults.TABLE.findall(NOTES) == [faults.table()], "python code/tests/faults.py --write"
+
+
+@pytest.mark.parametrize("drill", DRILLS, ids=range(1, len(DRILLS) + 1))
+def test_drill_shows_a_fault_of_the_catalogue_and_demos_that_see_it(drill):
+    question, answer = drill.split("<details>")
+    fault = faults.BY_NAME[re.search(r"Fault `([a-z0-9-]+)`", answer)[1]]
+    (shown,) = re.findall(r"```text\n(.*?)```", question, re.S)
+    for piece in filter(None, map(str.strip, words(shown).split("…"))):
+        assert piece in words(faults.patched(fault)), piece
+    assert words(shown).replace("… ", "") not in words(faults.parts()[1][fault.place])
+    (change,) = re.findall(r"```diff\n(.*?)```", answer, re.S)
+    for sign, source in (("-", faults.patched(fault)), ("+", faults.parts()[1][fault.place])):
+        lines = [line[1:] for line in change.splitlines() if line.startswith(sign)]
+        assert words(" ".join(lines)) in words(source), (sign, lines)
+    named = re.findall(r"\[(D\d\d)\]", html.unescape(answer))
+    assert named and set(named) <= set(faults.failing(fault))
+
+
+def test_there_are_ten_drills():
+    assert len(DRILLS) == 10
