@@ -44,8 +44,9 @@ def require_value(kind: type, above: int = 0, **values: object) -> None:
         kinds = (int, float) if kind is float else kind
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise TypeError(f"{name} must be {kind.__name__}, got {value!r}")
-        if kind is not Callable and not above < value < 2**63:
-            raise ValueError(f"{name} must be above {above} and finite, got {value}")
+        end = 2**63 if isinstance(value, int) else math.inf  # an int64, or any finite float
+        if kind is not Callable and not above < value < end:
+            raise ValueError(f"{name} must be above {above} and below {end}, got {value}")
 
 
 def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "floating",
@@ -158,6 +159,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, start: int | None = None) ->
     if r % 2 or r > head_dim:
         raise ValueError(f"cos must have an even width of at most {head_dim}, got {r}")
     if start is not None:
+        require_value(int, above=-1, start=start)
         if start + T > rows:
             raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
         cos, sin = cos[start : start + T], sin[start : start + T]
@@ -392,10 +394,11 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"head_dim must be even with rope=True, got {head_dim}")
         if scale is not None:
             require_value(float, scale=scale)
+        require_value(float, norm_eps=norm_eps)
         require_value(Callable, attend=attend)
         if logit_softcap is not None:  # a kernel without soft cap refuses now, not in forward
             attend(*torch.empty(3, *[1] * 4), logit_softcap=logit_softcap)
-        self.d_model, self.n_kv_heads, self.head_dim = d_model, n_kv_heads, head_dim
+        self.d_model, self.head_dim = d_model, head_dim
         self.rope, self.scale, self.logit_softcap, self.attend = rope, scale, logit_softcap, attend
         qkv_bias = bias if qkv_bias is None else qkv_bias
         self.q_proj = nn.Linear(d_model, n_q_heads * head_dim, bias=qkv_bias)
@@ -418,9 +421,9 @@ class MultiHeadAttention(nn.Module):
             require_tensor("memory", memory, B, "S", self.d_model, layer=self.k_proj)
             source = memory
         keep = self.combined_mask(mask, key_padding_mask, B, T, cached + source.shape[1])
-        q = self.q_norm(self.split_heads(self.q_proj(x)))  # (B, H, T, head_dim)
-        k = self.k_norm(self.split_heads(self.k_proj(source)))  # (B, G, S, head_dim)
-        v = self.split_heads(self.v_proj(source))  # (B, G, S, head_dim)
+        q = self.q_norm(self.split_heads(self.q_proj(x), self.head_dim))  # (B, H, T, head_dim)
+        k = self.k_norm(self.split_heads(self.k_proj(source), self.head_dim))  # (B, G, S, head_dim)
+        v = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)
         if self.rope:
             q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)
         with kv_cache or contextlib.nullcontext():  # takes back what it got when the rest fails
@@ -429,13 +432,13 @@ class MultiHeadAttention(nn.Module):
             out = self.attend(q, k, v, keep, scale=self.scale, logit_softcap=self.logit_softcap)
             return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
 
-    def split_heads(self, projected: Tensor) -> Tensor:
+    @staticmethod
+    def split_heads(projected: Tensor, head_dim: int) -> Tensor:
         """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard."""
-        if projected.shape[-1] % self.head_dim:
+        if projected.shape[-1] % head_dim:
             raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
-                             f"head_dim={self.head_dim}: the ranks must divide "
-                             f"n_kv_heads={self.n_kv_heads}")  # fmt: skip
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                             f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
+        return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
     @staticmethod
     def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
@@ -509,7 +512,7 @@ class MultiHeadLatentAttention(nn.Module):
             require_tensor("cos", cos, "max_len", self.rope_dim)
 
         q = self.q_proj(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
-        q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).transpose(1, 2)
+        q = MultiHeadAttention.split_heads(q, self.nope_dim + self.rope_dim) * self.scale
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         q_rope = apply_rope(q_rope, cos, sin, start)  # (B, H, T, rope_dim)
         latent, k_rope = self.kv_down(x)[:, None].split((self.kv_rank, self.rope_dim), dim=-1)
@@ -526,10 +529,10 @@ class MultiHeadLatentAttention(nn.Module):
     def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:
         """Keys and values of every head are computed from the latent: cheaper for many queries."""
         latent, k_rope = k.split((self.kv_rank, self.rope_dim), dim=-1)
-        up = self.kv_up(latent[:, 0]).unflatten(-1, (-1, self.nope_dim + self.v_dim))
-        k_nope, v = up.transpose(1, 2).split((self.nope_dim, self.v_dim), dim=-1)
+        up = MultiHeadAttention.split_heads(self.kv_up(latent[:, 0]), self.nope_dim + self.v_dim)
+        k_nope, v = up.split((self.nope_dim, self.v_dim), dim=-1)  # (B, H, S, nope or v_dim)
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
-        return attend(torch.cat((q_nope, q_rope), dim=-1), k, v, keep)  # the scale is the default
+        return attend(torch.cat((q_nope, q_rope), dim=-1), k, v, keep, scale=1.0)
 
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:
         """The queries go down to the latent instead: q (W c) = (q W) c, and no key is expanded.
@@ -539,7 +542,7 @@ class MultiHeadLatentAttention(nn.Module):
         up = self.kv_up.weight.unflatten(0, (-1, self.nope_dim + self.v_dim))
         k_up, v_up = up.split((self.nope_dim, self.v_dim), dim=1)  # (H, nope or v_dim, kv_rank)
         q = torch.cat((q_nope @ k_up, q_rope), dim=-1)  # (B, H, T, kv_rank+rope_dim)
-        out = attend(q, k, k[..., : self.kv_rank], keep, scale=self.scale)  # (B, H, T, kv_rank)
+        out = attend(q, k, k[..., : self.kv_rank], keep, scale=1.0)  # (B, H, T, kv_rank)
         return out @ v_up.mT  # (B, H, T, v_dim)
 
 
@@ -636,11 +639,11 @@ class MoEFFN(nn.Module):
 # =============================================================================================
 
 
-def default_causal_mask(x: Tensor, kv_cache: "KVCache | None" = None) -> Tensor:
-    """The mask a decoder block uses when it is given none: bool [T, cached + T]."""
+def causal_by_default(mask: Tensor | None, x: Tensor, kv_cache: "KVCache | None" = None) -> Tensor:
+    """The mask of a decoder block: the given one, or bool [T, cached + T] that hides the future."""
     start = MultiHeadAttention.start_position(None, kv_cache)
     positions = torch.arange(start + x.shape[1], device=x.device)  # (S)
-    return positions <= positions[start:, None]  # (T, S)
+    return positions <= positions[start:, None] if mask is None else mask
 
 
 class VanillaEncoderLayer2017(nn.Module):
@@ -654,6 +657,7 @@ class VanillaEncoderLayer2017(nn.Module):
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
                  act: Callable[[Tensor], Tensor] = F.relu, eps: float = 1e-5):  # fmt: skip
         super().__init__()
+        require_value(int, n_heads=n_heads)
         require_value(float, eps=eps)
         self.attn = MultiHeadAttention(d_model, n_heads, bias=True)
         self.ffn = DenseFFN(d_model, d_ff, act, bias=True)
@@ -677,6 +681,7 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
                  act: Callable[[Tensor], Tensor] = F.relu, eps: float = 1e-5):  # fmt: skip
         super().__init__()
+        require_value(int, n_heads=n_heads)
         require_value(float, eps=eps)
         self.d_model = d_model
         self.self_attn = MultiHeadAttention(d_model, n_heads, bias=True)
@@ -693,7 +698,7 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
         _, S, _ = require_tensor("memory", memory, B, "S", self.d_model)
         if memory_key_padding_mask is not None:
             require_tensor("memory_key_padding_mask", memory_key_padding_mask, B, S, kind="bool")
-        mask = default_causal_mask(x) if mask is None else mask
+        mask = causal_by_default(mask, x)
         x = self.ln1(x + self.self_attn(x, mask=mask, key_padding_mask=key_padding_mask)[0])
         x = self.ln2(x + self.cross_attn(x, memory, key_padding_mask=memory_key_padding_mask)[0])
         return self.ln3(x + self.ffn(x))
@@ -711,6 +716,7 @@ class GPT2StyleDecoderLayer(nn.Module):
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
                  act: Callable[[Tensor], Tensor] = F.gelu, eps: float = 1e-5):  # fmt: skip
         super().__init__()
+        require_value(int, n_heads=n_heads)
         require_value(float, eps=eps)
         self.d_model = d_model
         self.attn = MultiHeadAttention(d_model, n_heads, bias=True)
@@ -722,7 +728,7 @@ class GPT2StyleDecoderLayer(nn.Module):
                 key_padding_mask: Tensor | None = None,
                 kv_cache: "KVCache | None" = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm1)
-        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        mask = causal_by_default(mask, x, kv_cache)
         seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
         with kv_cache or contextlib.nullcontext():
             x = x + self.attn(self.norm1(x), **seen)[0]
@@ -754,7 +760,7 @@ class ModernDecoderBlock(nn.Module):
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model)
-        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        mask = causal_by_default(mask, x, kv_cache)
         seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
         with kv_cache or contextlib.nullcontext():
             x = x + self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]
@@ -789,7 +795,7 @@ class ParallelDecoderBlock(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm)
-        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        mask = causal_by_default(mask, x, kv_cache)
         seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
         h = self.norm(x)
         with kv_cache or contextlib.nullcontext():
@@ -824,7 +830,7 @@ class BranchNormDecoderBlock(nn.Module):
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model)
-        mask = default_causal_mask(x, kv_cache) if mask is None else mask
+        mask = causal_by_default(mask, x, kv_cache)
         seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
         seen |= {"cos": cos, "sin": sin, "start_pos": start_pos}
         with kv_cache or contextlib.nullcontext():
@@ -859,7 +865,8 @@ def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None 
 
     top_k keeps the k likeliest; top_p then keeps the fewest whose probabilities reach top_p.
     """
-    require_tensor("logits", logits, "B", "V")
+    if 0 in require_tensor("logits", logits, "B", "V")[1:]:
+        raise ValueError(f"logits must have a token to pick, got shape {list(logits.shape)}")
     require_sampling(temperature, top_k, top_p, generator)
     if temperature == 0:
         return logits.argmax(dim=1, keepdim=True)
@@ -932,10 +939,9 @@ class DecoderOnlyLM(nn.Module):
         """Where parameters were replaced: tie the head again, and make the tables beside them."""
         if self.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        device = self.embedding.weight.device
-        self._rope_tables = build_rope_cache(
-            self.max_len, self.rope_dim, self.rope_base, device=device
-        )
+        rope, device = (self.max_len, self.rope_dim, self.rope_base), self.embedding.weight.device
+        with torch.inference_mode(False):  # autograd refuses tensors made there
+            self._rope_tables = build_rope_cache(*rope, device=device)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "DecoderOnlyLM":
         super()._apply(fn, recurse)
@@ -955,6 +961,8 @@ class DecoderOnlyLM(nn.Module):
             raise ValueError(
                 f"kv_caches must have {len(self.blocks)} entries, got {len(kv_caches)}"
             )
+        if len(set(map(id, kv_caches))) != len(kv_caches):
+            raise ValueError(f"kv_caches must be {len(kv_caches)} different caches, got one twice")
         lengths = {MultiHeadAttention.start_position(None, cache) for cache in kv_caches}
         if len(lengths) != 1:
             raise ValueError(f"kv_caches must hold equally many positions, got {sorted(lengths)}")
@@ -1460,7 +1468,8 @@ def check_language_model(device: str) -> dict[str, bool]:
     tied, untied = hollow(), DecoderOnlyLM(11, 16, 1, 4, 2, 12, tie_embeddings=False)
     spread = tied.embedding.weight.std().item()
     saved = {name: tensor.double() for name, tensor in tied.state_dict().items()}
-    tied.load_state_dict(saved, assign=True)
+    with torch.inference_mode():
+        tied.load_state_dict(saved, assign=True)
     narrow = DecoderOnlyLM(11, 4, 1, 4, make_block=lambda _: nn.Identity())
     return {
         "logits": check_close(lm(ids), logits),
@@ -1475,6 +1484,7 @@ def check_language_model(device: str) -> dict[str, bool]:
         "layers": len(tied.new_caches()) == 3 and tied.windows == [None] * 3,
         # a head width of 5 has no pairs: the table is for blocks that turn 4 of it, or nothing
         "table width": [m._rope_tables[0].shape[1] for m in (lm, tied, narrow)] == [4, 4, 2],
+        "tables for training": not tied._rope_tables[0].is_inference(),
         "tables follow": narrow.to("meta")._rope_tables[0].device.type == "meta",
         "eps": [norm.eps for norm in lm.modules() if isinstance(norm, RMSNorm)] == [0.1] * 5,
         "head": untied.to(device)(ids).shape == (1, 4, 11),
@@ -1713,9 +1723,10 @@ def check_generation(device: str) -> dict[str, bool]:
     odds = {1: math.exp(2.0), 4: math.exp(1.5), 2: math.exp(1.0), 0: 1.0, 3: math.exp(-1.0)}
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).to(device).expand(1000, -1)
 
-    even = torch.zeros(50, 2).to(device)
-    # The first has 0.5001 of all: half precision would round that to 0.5, below top_p.
-    near = [(even + torch.tensor([4e-4, 0]).to(device)).to(t) for t in (torch.half, torch.bfloat16)]
+    even, many = torch.zeros(50, 2).to(device), torch.randn(20000, 8).to(device)
+
+    def pick(logits: Tensor) -> Tensor:
+        return pick_next_token(logits, 0.5, generator=torch.Generator(device).manual_seed(0))
 
     def draws(kept: int, power: float = 1, **options: object) -> bool:
         """Whether 1,000 draws fall on the likeliest so many tokens as their odds say."""
@@ -1742,11 +1753,13 @@ def check_generation(device: str) -> dict[str, bool]:
         "top_p": draws(3, top_p=0.75) and draws(5, top_p=1.0),
         "top_p reached by the first of two": pick_next_token(even, 1.0, top_p=0.5).unique().numel()
         == 1,
-        "float32 probabilities": not any(
-            pick_next_token(logits, 1.0, top_p=0.50005).any() for logits in near
+        "float32 probabilities": all(
+            torch.equal(pick(many.to(dtype)), pick(many.to(dtype).float()))
+            for dtype in (torch.float16, torch.bfloat16)
         ),
         "top_p of the top_k": draws(2, top_k=3, top_p=0.75),
-        "tiny temperature": draws(1, temperature=1e-320),
+        "tiny and huge temperature": draws(1, temperature=1e-320)
+        and draws(5, power=0, temperature=1e30),
     }
 
 
@@ -1813,7 +1826,7 @@ def check_attention(device: str) -> dict[str, bool]:
         }
     halves = []
     for dtype in (torch.float16, torch.bfloat16):
-        low = (3 * q[:, :2]).to(dtype)
+        low = check_draw(1, 1, 16, 6, device=device).to(dtype)
         scores = ((low * 6**-0.5) @ low.mT).float()
         capped = attend(low, low, low, logit_softcap=2.0)
         expected = (2 * torch.tanh(scores / 2)).softmax(-1).to(dtype) @ low
@@ -2134,6 +2147,9 @@ def check_refusals() -> dict[str, bool]:
         (MultiHeadLatentAttention, {"d_model": 4, "n_heads": 2, **ranks, "q_rank": 2}),
         (KVCache, {"max_len": 1}),
         (parallel, {"d_model": 8}),
+        (VanillaEncoderLayer2017, {"d_model": 4, "n_heads": 2, "d_ff": 4}),
+        (VanillaSeq2SeqDecoderLayer2017, {"d_model": 4, "n_heads": 2, "d_ff": 4}),
+        (GPT2StyleDecoderLayer, {"d_model": 4, "n_heads": 2, "d_ff": 4}),
         (build_rope_cache, {"max_len": 2, "head_dim": 2}),
         (sinusoidal_positions, {"max_len": 2, "d_model": 2}),
         (attention_parameters, {"d_model": 4, "n_q_heads": 2, "n_kv_heads": 1}),
@@ -2174,6 +2190,7 @@ def check_refusals() -> dict[str, bool]:
         (lambda eps: GPT2StyleDecoderLayer(8, eps=eps), "eps"),
         (lambda eps: ParallelDecoderBlock(8, eps=eps), "eps"),
         (lambda scale: MultiHeadAttention(4, 2, scale=scale), "scale"),
+        (lambda eps: MultiHeadAttention(4, 2, norm_eps=eps), "norm_eps"),
         (lambda cap: MultiHeadAttention(4, 2, logit_softcap=cap), "logit_softcap"),
         (lambda cap: DecoderOnlyLM(3, 16, logit_softcap=cap), "logit_softcap"),
         (lambda scale: DecoderOnlyLM(3, 16, embedding_scale=scale), "embedding_scale"),
@@ -2283,6 +2300,7 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
         (ValueError, attend_other(start_pos=-1), "start_pos", -1),
         (TypeError, attend_other(start_pos=3.0), "start_pos", 3.0),
         (TypeError, attend_other(kv_cache=[cache]), "kv_cache", "list"),
+        (TypeError, lambda: block(y, cos, sin, seen[:1, :1], kv_cache=[cache]), "kv_cache", "list"),
         (ValueError, attend_other(cos=None), "cos", None),
         (ValueError, attend_other(sin=None), "sin", None),
         (ValueError, attend_other(cos=cos[None]), "cos", "[1, 5, 4]"),
@@ -2335,7 +2353,7 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
     claims["latent takes back"] = stray and raised and cache.next_pos == 0
     block.attn.k_proj = nn.Linear(16, 6).to(device)  # a shard of one and a half heads
     claims["too many ranks"] = check_raises(
-        ValueError, lambda: block.attn(x, **tables), "n_kv_heads=2", "ranks"
+        ValueError, lambda: block.attn(x, **tables), "head_dim=4", "n_kv_heads", "ranks"
     )
     return claims
 
@@ -2379,6 +2397,8 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
         (TypeError, lambda: sample(temperature=1.0, generator=3), "generator", 3),
         (ValueError, lambda: sample(eos_id=7), "eos_id", 7),
         (TypeError, lambda: lm(ids, kv_caches=caches[0]), "kv_caches", "KVCache"),
+        (ValueError, lambda: lm(ids, kv_caches=caches[:1] * 2), "kv_caches", "twice"),
+        (ValueError, lambda: pick_next_token(logits[0, :, :0]), "logits", "[3, 0]"),
         (ValueError, lambda: pick_next_token(logits[0], -1.0), "temperature", -1.0),
         (ValueError, lambda: pick_next_token(logits), "logits", "[1, 3, 7]"),
         (TypeError, lambda: pick_next_token(ids), "logits", "int64"),
@@ -2712,6 +2732,8 @@ def check_rotation(device: str) -> dict[str, bool]:
                 (ValueError, lambda: apply_rope(x, cos[:9, :3], sin[:9, :3]), "cos", 3),
                 (ValueError, lambda: apply_rope(x[..., :6], cos[:9], sin[:9]), "cos", 6, 8),
                 (TypeError, lambda: apply_rope(x.long(), cos[:9], sin[:9]), "x", "int64"),
+                (ValueError, lambda: apply_rope(x, cos, sin, -9), "start", -9),
+                (ValueError, lambda: apply_rope(x, cos, sin, 292), "cos", 300, 301),
             ]
         ),
     }

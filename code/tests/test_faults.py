@@ -553,7 +553,7 @@ def test_F28_channels_of_the_whole_attention_follow_their_group():
 
 def test_F29_heads_are_split_and_merged_by_a_transpose():
     module = MultiHeadAttention(4, 2)
-    split = module.split_heads(torch.arange(8).view(1, 2, 4))
+    split = module.split_heads(torch.arange(8).view(1, 2, 4), module.head_dim)
     assert split.tolist() == [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
     merging = MultiHeadAttention(4, 2, attend=lambda *_, **__: torch.arange(8.0).view(1, 2, 2, 2))
     with torch.no_grad():
