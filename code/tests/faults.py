@@ -124,20 +124,20 @@ MASKS = [
     Fault(
         "seq2seq-not-causal",
         "VanillaSeq2SeqDecoderLayer2017.forward",
-        "        mask = default_causal_mask(x) if mask is None else mask\n",
+        "        mask = causal_by_default(mask, x)\n",
         "",
         "training loss far too good, then nonsense when decoding",
     ),
     Fault(
         "causal-mask-inverted",
-        "default_causal_mask",
+        "causal_by_default",
         "positions <= positions[start:, None]",
         "positions >= positions[start:, None]",
         "every position sees itself and the future",
     ),
     Fault(
         "causal-mask-top-left",
-        "default_causal_mask",
+        "causal_by_default",
         "positions[start:, None]",
         "positions[: x.shape[1], None]",
         "with a cache the new tokens see the start of the history only",
@@ -145,8 +145,8 @@ MASKS = [
     Fault(
         "causal-skipped-with-cache",
         "GPT2StyleDecoderLayer.forward",
-        "default_causal_mask(x, kv_cache) if mask is None else mask",
-        "default_causal_mask(x) if mask is None and kv_cache is None else mask",
+        "causal_by_default(mask, x, kv_cache)",
+        "causal_by_default(mask, x) if kv_cache is None else mask",
         "one-token steps are right, a prefill leaks the future",
     ),
     Fault(
@@ -322,16 +322,11 @@ ATTENTION = [
     Fault(
         "qk-norm-after-rotation",
         "MultiHeadAttention.forward",
-        "        q = self.q_norm(self.split_heads(self.q_proj(x)))  # (B, H, T, head_dim)\n"
-        "        k = self.k_norm(self.split_heads(self.k_proj(source)))  # (B, G, S, head_dim)\n"
-        "        v = self.split_heads(self.v_proj(source))  # (B, G, S, head_dim)\n"
-        "        if self.rope:\n"
-        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)\n",
-        "        q, k = self.split_heads(self.q_proj(x)), self.split_heads(self.k_proj(source))\n"
-        "        v = self.split_heads(self.v_proj(source))\n"
-        "        if self.rope:\n"
-        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)\n"
-        "        q, k = self.q_norm(q), self.k_norm(k)\n",
+        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
+        "            q = self.split_heads(self.q_proj(x), self.head_dim)\n"
+        "            k = self.split_heads(self.k_proj(source), self.head_dim)\n"
+        "            q = self.q_norm(apply_rope(q, cos, sin, start))\n"
+        "            k = self.k_norm(apply_rope(k, cos, sin, start))",
         "nothing with fresh weights; trained ones do not commute with it",
     ),
     Fault(
@@ -520,11 +515,18 @@ LATENT_ATTENTION = [
         "prefill is right, decoding is not",
     ),
     Fault(
-        "mla-scale-of-the-latent",
+        "mla-scale-without-rope",
+        "MultiHeadLatentAttention.__init__",
+        "(nope_dim + rope_dim) ** -0.5",
+        "nope_dim**-0.5",
+        "attention too sharp: the rotated channels are left out of the width",
+    ),
+    Fault(
+        "mla-absorbed-scaled-twice",
         "MultiHeadLatentAttention.absorbed",
-        ", scale=self.scale",
+        ", scale=1.0",
         "",
-        "decoding is flatter: it scales by the width of latent and key",
+        "prefill is right, decoding is too flat",
     ),
 ]
 
