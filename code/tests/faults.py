@@ -736,7 +736,10 @@ def parts() -> tuple[dict[str, types.CodeType], dict[str, str]]:
 
 def patched(fault: Fault) -> str:
     """The definition with the fault in it."""
-    return parts()[1][fault.place].replace(fault.old, fault.new)
+    source = parts()[1].get(fault.place, "")
+    if source.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: old must occur once in {fault.place}")
+    return source.replace(fault.old, fault.new)
 
 
 def planted(fault: Fault | None) -> types.ModuleType:

@@ -164,7 +164,7 @@ def test_split_over_ranks_the_gradients_are_the_same(ranks, path):
 def test_more_ranks_than_kv_heads_is_refused(ranks):
     for seen in ranks:
         message = seen["too many ranks"]
-        assert "n_kv_heads=1" in message
+        assert "n_kv_heads" in message
         assert "ranks" in message
         assert message.endswith("[0 cached]")
 
