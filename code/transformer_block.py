@@ -1723,6 +1723,7 @@ def check_buffer(device: str) -> dict[str, bool]:
 def check_generation(device: str) -> dict[str, bool]:
     """generate against full passes; padding, eos, the training flag, sampling."""
     lm = check_randomized(DecoderOnlyLM(13, 16, 1, 4, 2, 12, max_len=8, windows=[3]), device)
+    nn.init.normal_(lm.blocks[0].attn.o_proj.weight)  # what attention sees then changes the text
     prompts = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 6]], device=device)
     padding, during = prompts > 0, set()
     lm.blocks[0].ffn.eval()
