@@ -510,6 +510,10 @@ def main(argv: list[str] | None = None) -> int:
         f"{H} query and {G} KV heads, h {D_FF}; {'fewer' if options.quick else 'all'} rounds; "
         f"load of the machine {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end.",
     ]
+    if load > 1:  # two threads that wait for each other make a step ten times as long
+        lines[-1] += (
+            " **Disturbed: other programs were running, the ratios of times do not count.**"
+        )
     print("\n".join(lines[-2:]))
     if options.write:
         Path(options.write).write_text("\n".join(lines) + "\n", encoding="utf-8")
