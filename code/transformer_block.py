@@ -1404,6 +1404,10 @@ def demo_blocks(device: str, *names: str, batch: int = 2) -> dict[str, tuple[nn.
     }
 
 
+def demo_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def demo_moved(block: Callable, x: Tensor, *places: slice) -> list[list[bool]]:
     """For each place: which positions of the output a change of x [T, d] there moves."""
     batch = x.repeat(1 + len(places), 1, 1)
@@ -1769,6 +1773,7 @@ def check_generation(device: str) -> dict[str, bool]:
         "training flags": modes == [False, True, True, False],
         "eos": ended == [[5, 6, 7], [7, 7, 7]],
         "eos of a row that goes on": goes_on == [[5, 6, 7, 8]],
+        "no rows": pick_next_token(logits[:0]).shape == (0, 1),
         "no new tokens": torch.equal(lm.generate(prompts, 0), prompts),
         "sampled": sampled.shape == (2, 8) and not torch.equal(sampled, both),
         "draws": draws(5),
@@ -1898,12 +1903,8 @@ def check_attention(device: str) -> dict[str, bool]:
 @check_seeded(6)
 def demo_D06(device: str = "cpu") -> tuple[bool, str]:
     """The parameter formulas give what the modules hold."""
-
-    def count(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.to(device).parameters())
-
-    dense, gated = count(DenseFFN(96, 384)), count(GatedFFN(96, gated_hidden_size(96)))
-    gqa, mha = count(MultiHeadAttention(96, 8, 2)), count(MultiHeadAttention(96, 8))
+    dense, gated = demo_count(DenseFFN(96, 384)), demo_count(GatedFFN(96, gated_hidden_size(96)))
+    gqa, mha = demo_count(MultiHeadAttention(96, 8, 2)), demo_count(MultiHeadAttention(96, 8))
     formulas = [
         (dense, ffn_parameters(96, 384, gated=False), 2 * 96 * 384),
         (gated, ffn_parameters(96, 256, gated=True), 3 * 96 * 256),
@@ -1953,7 +1954,12 @@ def check_counts(device: str) -> dict[str, bool]:
         ),
         DecoderOnlyLM.generate: (None, 0.0, None, None, None, None),
     }
+    latent = {"kv_rank": 6, "rope_dim": 4, "nope_dim": 3, "v_dim": 5}
+    below = 16 * (6 + 4) + 6 + 6 * 4 * (3 + 5) + 4 * 5 * 16  # kv_down, kv_norm, kv_up, o_proj
     claims = {
+        "latent": demo_count(MultiHeadLatentAttention(16, 4, **latent)) == 16 * 4 * 7 + below,
+        "low rank": demo_count(MultiHeadLatentAttention(16, 4, q_rank=9, **latent))
+        == 16 * 9 + 9 + 9 * 4 * 7 + below,
         "cache": kv_cache_bytes(1, 2, 12, length=7, batch=2, bytes_per_element=4) == stored,
         "elements": kv_cache_elements(2, 12) == stored // (2 * 7 * 4),
         "70B as MHA": kv_cache_bytes(80, 64, 128, 4096) == 10 * 2**30,
@@ -1982,7 +1988,7 @@ def check_counts(device: str) -> dict[str, bool]:
         BranchNormDecoderBlock(eps=0.1): (23040 + ffn + 4 * 96, F.silu, [0.1] * 4, tables),
     }
     for block, (total, act, eps, given) in blocks.items():
-        count = sum(parameter.numel() for parameter in block.parameters())
+        count = demo_count(block)
         norms = [part.eps for part in block.modules() if hasattr(part, "eps")]
         turned = getattr(block, "attn", block).__dict__.get("rope", False)
         claims[f"default {type(block).__name__}"] = (count, block.ffn.act, norms, turned) == (
@@ -2764,7 +2770,7 @@ def check_rotation(device: str) -> dict[str, bool]:
                 (ValueError, lambda: apply_rope(x, cos[:9, :3], sin[:9, :3]), "cos", 3),
                 (ValueError, lambda: apply_rope(x[..., :6], cos[:9], sin[:9]), "cos", 6, 8),
                 (TypeError, lambda: apply_rope(x.long(), cos[:9], sin[:9]), "x", "int64"),
-                (ValueError, lambda: apply_rope(x, cos, sin, -9), "start", -9),
+                (ValueError, lambda: apply_rope(x, cos, sin, -1), "start", -1),
                 (ValueError, lambda: apply_rope(x, cos, sin, 292), "cos", 300, 301),
             ]
         ),
