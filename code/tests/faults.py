@@ -789,5 +789,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         notes = NOTES.read_text(encoding="utf-8")
         NOTES.write_text(TABLE.sub(lambda _: table(), notes), encoding="utf-8")
+    elif unknown := [name for name in sys.argv[1:] if name not in BY_NAME]:
+        sys.exit(f"unknown fault {unknown[0]}; known: {', '.join(BY_NAME)}")
     else:
         print("\n\n".join(explain(BY_NAME[name]) for name in sys.argv[1:]) or table())
