@@ -145,4 +145,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # torch keeps gloo's threads past destroy_process_group. One that still has a tensor to release
+    # while the interpreter shuts down aborts the process, so that shutdown is left out.
+    sys.stdout.flush()
+    os._exit(status)
