@@ -163,12 +163,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, start: int | None = None) ->
         if start + T > rows:
             raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
         cos, sin = cos[start : start + T], sin[start : start + T]
-    turning, passing = x[..., :r], x[..., r:]
-    turning = turning.float() if x.dtype in (torch.float16, torch.bfloat16) else turning
+    turning = x[..., :r].float() if x.dtype in (torch.float16, torch.bfloat16) else x[..., :r]
     cos, sin = cos.to(turning), sin.to(turning)
     first, second = turning.chunk(2, dim=-1)  # of [a b c d] a turns with c, b with d
-    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin  # (B, n, T, r)
-    return torch.cat((turned.to(x.dtype), passing), dim=-1)  # (B, n, T, head_dim)
+    turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)  # (B, n, T, r)
+    return turned if r == head_dim else torch.cat((turned, x[..., r:]), dim=-1)
 
 
 def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
@@ -335,7 +334,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     # The query heads of a group become further rows of one matrix product with their KV head, so
     # K and V are never copied out to H heads. Scaled first: half precision overflows later.
     q = (q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)
-    scores = q @ k.mT  # (B, G, H/G*T, S)
+    # A single token makes few rows: as few columns the same product is faster.
+    scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)
     scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
     if logit_softcap is not None:
         require_value(float, logit_softcap=logit_softcap)
@@ -639,11 +639,18 @@ class MoEFFN(nn.Module):
 # =============================================================================================
 
 
-def causal_by_default(mask: Tensor | None, x: Tensor, kv_cache: "KVCache | None" = None) -> Tensor:
-    """The mask of a decoder block: the given one, or bool [T, cached + T] that hides the future."""
+def causal_by_default(
+    mask: Tensor | None, x: Tensor, kv_cache: "KVCache | None" = None
+) -> Tensor | None:
+    """The mask of a decoder block: the given one, or bool [T, cached + T] that hides the future.
+
+    A single token comes last, so it needs no mask to see nothing later.
+    """
     start = MultiHeadAttention.start_position(None, kv_cache)
+    if mask is not None or x.shape[1] == 1:
+        return mask
     positions = torch.arange(start + x.shape[1], device=x.device)  # (S)
-    return positions <= positions[start:, None] if mask is None else mask
+    return positions <= positions[start:, None]  # (T, S)
 
 
 class VanillaEncoderLayer2017(nn.Module):

@@ -234,8 +234,9 @@ ATTENTION = [
         "scaled-after-the-product",
         "attend",
         "(q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)\n"
-        "    scores = q @ k.mT",
-        "q.reshape(B, G, H // G * T, head_dim)\n    scores = q @ k.mT * scale",
+        "    # A single token makes few rows: as few columns the same product is faster.\n"
+        "    scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)\n",
+        "q.reshape(B, G, H // G * T, head_dim)\n    scores = q @ k.mT * scale\n",
         "equal in float32; float16 scores overflow",
     ),
     Fault(
@@ -363,17 +364,18 @@ POSITIONS = [
     Fault(
         "rotation-interleaved",
         "apply_rope",
-        "    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin",
+        "    turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin)",
         "    cos, sin = (t[:, : r // 2].repeat_interleave(2, dim=1) for t in (cos, sin))\n"
         "    first, second = turning[..., ::2], turning[..., 1::2]\n"
-        "    turned = turning * cos + torch.stack((-second, first), dim=-1).flatten(-2) * sin",
+        "    turned = turning * cos + torch.stack((-second, first), dim=-1).flatten(-2) * sin\n"
+        "    turned = turned",
         "trains well; half-split weights give garbage after a few tokens",
     ),
     Fault(
         "rotation-widens-dtype",
         "apply_rope",
-        "turned.to(x.dtype)",
-        "turned",
+        " * sin).to(x.dtype)",
+        " * sin)",
         "a half-precision model gets float32 queries and keys",
     ),
     Fault(
