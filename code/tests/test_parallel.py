@@ -37,6 +37,8 @@ B, PIECES = 2, [5, 1, 3, 1]  # a prompt, then a token, a chunk, a token
 COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.gate", "ffn.up")
 ROWS = ("attn.o_proj", "ffn.down")
 PATHS = {"explicit": attend, "fused": attend_fused}
+# fully_shard records events on streams, which those of a CPU know in newer versions of torch only.
+CPU_EVENTS = hasattr(torch.cpu.Stream, "record_event")
 
 
 def new_block(path=attend, n_kv_heads: int = G) -> ModernDecoderBlock:
@@ -111,7 +113,8 @@ def run_rank(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     seen = {name: tensor_parallel(mesh, path) for name, path in PATHS.items()}
     seen["too many ranks"] = too_many_ranks(mesh)
-    seen["fully sharded"] = fully_sharded(mesh)
+    if CPU_EVENTS:
+        seen["fully sharded"] = fully_sharded(mesh)
     torch.save(seen, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads outlive the group, and can abort the interpreter's shutdown
@@ -170,6 +173,7 @@ def test_more_ranks_than_kv_heads_is_refused(ranks):
         assert message.endswith("[0 cached]")
 
 
+@pytest.mark.skipif(not CPU_EVENTS, reason="this torch cannot fully_shard on a CPU")
 def test_fully_sharded_one_step_gives_the_same_parameters(ranks):
     start, block = new_block(), new_block()
     train_one_step(block, *inputs())
