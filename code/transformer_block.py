@@ -332,9 +332,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     # The query heads of a group become further rows of one matrix product with their KV head, so
-    # K and V are never copied out to H heads. Scaled first: half precision overflows later.
+    # K and V are never copied out to H heads. Those of a single token are few, and few columns
+    # are faster than few rows. Scaled first: half precision overflows later.
     q = (q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)
-    # A single token makes few rows: as few columns the same product is faster.
     scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)
     scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
     if logit_softcap is not None:

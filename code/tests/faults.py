@@ -234,7 +234,6 @@ ATTENTION = [
         "scaled-after-the-product",
         "attend",
         "(q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)\n"
-        "    # A single token makes few rows: as few columns the same product is faster.\n"
         "    scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)\n",
         "q.reshape(B, G, H // G * T, head_dim)\n    scores = q @ k.mT * scale\n",
         "equal in float32; float16 scores overflow",
