@@ -253,6 +253,38 @@ def decode(length: int, limit: float, rounds: int) -> Iterator[Row]:
 
 
 @torch.no_grad()
+def decode_attention(length: int, limit: float, rounds: int) -> Iterator[Row]:
+    """Cache and attention of a step alone: its seven projections are the same on both sides."""
+    from transformers import DynamicCache  # noqa: PLC0415
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
+
+    attn, steps = llama_layer().self_attn, 20 * rounds
+    stored = torch.randn(2, 1, G, length - steps // 2, D_H)
+    q, (k_new, v_new) = torch.randn(1, H, 1, D_H), torch.randn(2, 1, G, 1, D_H)
+    theirs = DynamicCache(config=attn.config)
+    theirs.update(*stored, 0)
+
+    def their_step() -> Tensor:
+        k, v = theirs.update(k_new, v_new, 0)
+        return sdpa_attention_forward(attn, q, k, v, None, scaling=attn.scaling)[0]
+
+    def step(path: Callable, cache: tb.KVCache) -> Tensor:
+        return path(q, *cache.append(k_new, v_new)).transpose(1, 2)
+
+    calls: dict[str, Callable] = {"layer": their_step}
+    for name, path in PATHS.items():
+        cache = tb.KVCache()
+        cache.append(*stored)
+        calls[name] = partial(step, path, cache)
+        require_same(calls[name](), their_step() if name == "explicit" else calls["explicit"]())
+    evict = torch.randn(2**24).sum  # in a block the weights push K and V out of the processor
+    seconds = take_turns(calls, steps, evict)
+    path = better(seconds)
+    what = f"cache and attention of a token at {length:,}, {path}; the layer's, DynamicCache"
+    yield Row(f"decode-attention-{length}", what, seconds[path], seconds["layer"], "s", limit)
+
+
+@torch.no_grad()
 def decode_growth(rounds: int) -> Iterator[Row]:
     """Whether a step costs more for each cached token when the cache is longer."""
     lengths, steps = (256, 4096, 16384), 10 * rounds
@@ -464,6 +496,7 @@ MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "decode-256": partial(decode, 256, 1.05),
     "decode-1024": partial(decode, 1024, 1.05),
     "decode-4096": partial(decode, 4096, 0.80),
+    "decode-attention-4096": partial(decode_attention, 4096, 0.80),
     "decode-growth": decode_growth,
     "prefill-2048": partial(whole_sequence, 2048, False),
     "prefill-4096": partial(whole_sequence, 4096, False),

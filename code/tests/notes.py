@@ -1,10 +1,11 @@
-"""The notes quote the script: find the quotes, compare them, or write them anew.
+"""The notes quote the script and the benchmark: find the quotes, compare, or write them anew.
 
-    python code/tests/notes.py      rewrites every quote and paste list in the notes from the script
+    python code/tests/notes.py      rewrites quotes, paste lists and benchmark tables
 
 A Python fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that
 definition, with `from "text"` behind the name its lines from the one that starts so; "Paste with
-…" lists what `--show` prints beside it.
+…" lists what `--show` prints beside it. A table under `<!-- benchmark: row … -->` has those rows of
+code/benchmarks/results.md, in the notes and in the README.
 """
 
 import ast
@@ -15,10 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "code" / "transformer_block.py"
 NOTES = ROOT / "transformer_block_tutorial.md"
+README = ROOT / "README.md"
+RESULTS = ROOT / "code" / "benchmarks" / "results.md"
 DOCUMENTED = Path(__file__).parent / "documented_output.txt"
 SNIPPET = re.compile(
     r'(<!-- snippet: ([\w.]+)(?: from "([^"]+)")? -->\n```python\n)(.*?)\n```', re.S
 )
+BENCHMARK = re.compile(r"(<!-- benchmark: ([^>]+) -->\n)((?:\|.*\n)*)")
 PASTE_LIST = re.compile(r"Paste with ([^()]*) (\(`--show (\w+)` prints all of it\))")
 
 source = SCRIPT.read_text(encoding="utf-8")
@@ -52,11 +56,26 @@ def paste_list(name: str) -> str:
     return ", ".join(f"`{other}`" for other in definitions if other in seen - {name})
 
 
+def benchmark_table(rows: list[str]) -> str:
+    """Rows of the benchmark's last full run by name: what, against what, ratio, limit."""
+    results = RESULTS.read_text(encoding="utf-8")
+    lines = ["| Ours | Against | Ratio | Limit |", "|:--|:--|--:|--:|"]
+    for row in rows:
+        cells = re.search(rf"^\| `{row}` \|(.*)\|$", results, re.M)[1].split(" | ")
+        what, _, ratio, limit, holds = (cell.strip() for cell in cells)
+        ours, reference = what.split("; ")
+        missed = "" if holds == "yes" else " (missed)"
+        lines.append(f"| {ours} | {reference} | {ratio}{missed} | {limit} |")
+    return "\n".join(lines) + "\n"
+
+
 def rewritten(text: str) -> str:
-    """The notes with every quote and paste list as the script has it."""
+    """The text with every quote as the script, or the benchmark's last full run, has it."""
+    text = BENCHMARK.sub(lambda m: m[1] + benchmark_table(m[2].split()), text)
     text = SNIPPET.sub(lambda m: f"{m[1]}{definition(m[2], m[3] or '')}\n```", text)
     return PASTE_LIST.sub(lambda m: f"Paste with {paste_list(m[3])} {m[2]}", text)
 
 
 if __name__ == "__main__":
-    NOTES.write_text(rewritten(NOTES.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in (NOTES, README):
+        path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")

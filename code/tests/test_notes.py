@@ -40,8 +40,11 @@ def slugs(text: str) -> set[str]:
     return result
 
 
-def test_quotes_and_paste_lists_are_those_of_the_script():
-    assert notes.rewritten(TEXT) == TEXT, "python code/tests/notes.py writes them anew"
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_quotes_are_those_of_the_script_and_the_benchmark(name):
+    text = DOCUMENTS[name]
+    assert notes.rewritten(text) == text, "python code/tests/notes.py writes them anew"
+    assert notes.BENCHMARK.search(text)
 
 
 def test_every_python_fence_is_a_quote():
