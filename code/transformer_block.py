@@ -362,8 +362,12 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     keep = require_attention_inputs(q, k, v, keep, scale)
     if logit_softcap is not None:
         raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=grouped)
+    (B, H, T, head_dim), G = q.shape, k.shape[1]
+    if T == 1:  # as rows of one head a group's queries read each key once, not H/G times
+        q = q.reshape(B, G, H // G, head_dim)  # (B, G, H/G, head_dim)
+    grouped = q.shape[1] != G
+    out = F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=grouped)
+    return out.reshape(B, H, T, v.shape[-1])  # (B, H, T, d_v)
 
 
 class MultiHeadAttention(nn.Module):
@@ -1851,6 +1855,9 @@ def check_attention(device: str) -> dict[str, bool]:
         half = path(q.half(), k.half(), v.half(), keep)
         claims |= {
             name: check_close(path(q, k, v, keep), masked),
+            f"{name} single query": check_close(
+                path(q[:1, :, :1], k[:1], v[:1], keep[:1, :, :1]), masked[:1, :, :1]
+            ),
             f"{name} scale": check_close(
                 path(q, k, v, scale=2), reference_attention(q, k, v, None, 2)
             ),

@@ -189,6 +189,10 @@ def caches():
     yield 5, row("if it were MHA (64)", f"{trim(mha[0] / MIB, 2)} MiB", gib[0], gib[1])
     yield 5, row("as released, GQA (8)", f"{trim(gqa[0] / KIB, 2)} KiB", gib[2], gib[3])
     yield 5, f"{gib[1]} is {mha[2] / 1e9:.1f} GB"
+    weights = tb.attention_parameters(1024, 16, 4) + tb.ffn_parameters(1024, 2816, gated=True)
+    yield 5, f"the {4 * weights / MIB:.0f} MiB of weights"
+    kept = tb.kv_cache_bytes(1, 4, 64, 4096, bytes_per_element=4)
+    yield 5, f"At 4,096 the cache is {trim(kept / MIB, 1)} MiB"
 
 
 def latent():
