@@ -336,6 +336,7 @@ def whole_sequence(length: int, train: bool, rounds: int) -> Iterator[Row]:
     seconds = take_turns(calls, max(rounds * 2048 // length, 2))
     peaks = {name: peak_bytes(call) for name, call in calls.items()}
     kind = "train" if train else "prefill"
+    run_name = f"{'a training step' if train else 'a prefill'} of {length:,} tokens"
     # What the fused path may hold beyond a kernel without mask: two T x T tables of float32.
     with_mask = 1 + 8 * length**2 / peaks["causal"]
     compared = (
@@ -345,10 +346,10 @@ def whole_sequence(length: int, train: bool, rounds: int) -> Iterator[Row]:
         ("fused", "causal", "the layer, causal kernel that skips the future", 1.4, with_mask),
     )
     for path, reference, against, limit, memory_limit in compared:
-        name, what = f"{kind}-{length}-{path}-{reference}", f"{path}; {against}"
-        yield Row(name, f"time, {what}", seconds[path], seconds[reference], "s", limit)
+        name, what = f"{kind}-{length}-{path}-{reference}", f"{run_name}, {path}; {against}"
+        yield Row(name, what, seconds[path], seconds[reference], "s", limit)
         if memory_limit < math.inf:
-            what = f"peak memory, {what}"
+            what = f"memory of {what}"
             yield Row(f"{name}-memory", what, peaks[path], peaks[reference], "B", memory_limit)
 
 
@@ -449,7 +450,7 @@ def moe(rounds: int) -> Iterator[Row]:
     seconds = take_turns(calls, 4 * rounds)
     for count in (16, 64):  # as many multiplications, but products of fewer rows are slower
         limit = 1.25 * seconds[f"alone {count}"] / seconds["alone 4"]
-        what = f"{n_tokens:,} tokens over {count} experts; over 4"
+        what = f"{n_tokens:,} tokens over {count} experts; over 4 experts"
         yield Row(f"moe-{count}", what, seconds[f"ours {count}"], seconds["ours 4"], "s", limit)
     for count in counts:
         what = f"{count} experts; a loop that masks the tokens of each"
@@ -486,7 +487,7 @@ def mla(rounds: int) -> Iterator[Row]:
     reset()
     require_same(absorbed_out, calls["expanded"]())
     seconds = take_turns(calls, 4 * rounds, reset)
-    what = f"a token at {length:,} cached, absorbed; expanded"
+    what = f"a token at {length:,} cached, absorbed; the expanded form"
     yield Row("mla-absorbed", what, seconds["absorbed"], seconds["expanded"], "s", 0.5)
     gqa.append(*torch.zeros(2, 1, 8, length, D_H))
     what = f"bytes cached for {length:,} tokens; 8 KV heads of {D_H}"
