@@ -378,10 +378,11 @@ def score_memory(_rounds: int) -> Iterator[Row]:
     table = T * T * 4
     scores = H * table
     for train, kind, limit in ((False, "forward", 3), (True, "backward", 4)):
-        ours, what = peak("explicit", H, train), f"explicit, {H} heads, {kind}; one score tensor"
+        what = f"large tensors, explicit, {H} heads, {kind}; one score tensor"
+        ours = peak("explicit", H, train)
         yield Row(f"memory-explicit-{kind}", what, ours, scores, "B", limit)
         for heads in (4, 32):
-            what = f"fused, {heads} heads, {kind}; one T×T float table"
+            what = f"large tensors, fused, {heads} heads, {kind}; one T×T float table"
             ours = peak("fused", heads, train)
             yield Row(f"memory-fused-{kind}-{heads}", what, ours, table, "B", 2)
 
@@ -487,10 +488,10 @@ def mla(rounds: int) -> Iterator[Row]:
     reset()
     require_same(absorbed_out, calls["expanded"]())
     seconds = take_turns(calls, 4 * rounds, reset)
-    what = f"a token at {length:,} cached, absorbed; the expanded form"
+    what = f"latent attention, a token at {length:,} cached, absorbed; the expanded form"
     yield Row("mla-absorbed", what, seconds["absorbed"], seconds["expanded"], "s", 0.5)
     gqa.append(*torch.zeros(2, 1, 8, length, D_H))
-    what = f"bytes cached for {length:,} tokens; 8 KV heads of {D_H}"
+    what = f"latent attention, bytes cached for {length:,} tokens; 8 KV heads of {D_H}"
     yield Row("mla-cache", what, storage_bytes(held), storage_bytes(gqa), "B", 0.3)
 
 
