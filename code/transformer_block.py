@@ -356,8 +356,9 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
                  logit_softcap: float | None = None) -> Tensor:  # fmt: skip
     """The result of attend through torch's fused kernel, which keeps no T x S scores.
 
-    The kernel has no soft cap (ValueError). On CPU, torch 2.13 turns a query row of NaN into
-    numbers when there is no mask; attend never does.
+    The kernel has no soft cap (ValueError). The two differ on NaN (without a mask, torch 2.13 on a
+    CPU turns a query row of NaN into numbers; with one, a NaN key that is masked out spreads) and
+    on float16 scores over 65504, which overflow in attend.
     """
     keep = require_attention_inputs(q, k, v, keep, scale)
     if logit_softcap is not None:

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Time and memory of the script's pieces, each beside a reference measured in the same run.
 
+    pip install -r code/benchmarks/requirements.txt            Python 3.11, as transformers needs
     python3 code/benchmarks/benchmark.py                       everything, about ten minutes
     python3 code/benchmarks/benchmark.py --quick               fewer rounds: a first impression
     python3 code/benchmarks/benchmark.py decode moe            what starts with these names
     python3 code/benchmarks/benchmark.py --write speed.md      the table into a file as well
 
 Ours and its reference take turns in one process; a figure is the median of its turns, a ratio that
-of two such medians. The decoder layer of transformers holds the same weights, and a row whose two
-sides do not compute the same is an error. Peaks of memory come from the allocator's events in the
-profiler, in a run that is not timed.
+of two such medians; of the two attention paths a decode row takes the faster. The decoder layer of
+transformers holds the same weights, and a row whose two sides do not compute the same is an error.
+Peaks of memory come from the allocator's events in the profiler, in a run that is not timed. The
+status is 1 when a row misses its limit.
 """
 
 import argparse
@@ -286,16 +288,16 @@ def decode_attention(length: int, limit: float, rounds: int) -> Iterator[Row]:
 
 @torch.no_grad()
 def decode_growth(rounds: int) -> Iterator[Row]:
-    """Whether a step costs more for each cached token when the cache is longer."""
+    """A step with a long cache against the straight line through two shorter ones."""
     lengths, steps = (256, 4096, 16384), 10 * rounds
     cases = {str(length): Decoding(length, steps).calls for length in lengths}
     for path in PATHS:
         seconds = take_turns({length: calls[path] for length, calls in cases.items()}, steps)
         short, middle, long = seconds.values()
-        early = (middle - short) / (lengths[1] - lengths[0])
-        late = (long - middle) / (lengths[2] - lengths[1])
-        what = f"a further cached token, {path}, from 4,096 to 16,384; from 256 to 4,096"
-        yield Row(f"decode-growth-{path}", what, late, early, "s", 1.25)
+        slope = (middle - short) / (lengths[1] - lengths[0])
+        line = middle + slope * (lengths[2] - lengths[1])
+        what = f"a token at 16,384 cached, {path}; the line through 256 and 4,096 continued"
+        yield Row(f"decode-growth-{path}", what, long, line, "s", 1.15)
 
 
 def whole_sequence(length: int, train: bool, rounds: int) -> Iterator[Row]:
@@ -405,7 +407,7 @@ def cache(_rounds: int) -> Iterator[Row]:
         what = f"{name} cache: bytes held at {at:,} of 1 … {length:,} tokens; `kv_cache_bytes`"
         yield Row(f"cache-{name}-held", what, held[at], wanted(at), "B", held_limit)
         at = max(copied, key=copied.get)
-        what = f"{name} cache: history copied for a token, at most; one entry"
+        what = f"{name} cache: history copied a token, on average so far, at most; one entry"
         yield Row(f"cache-{name}-copied", what, copied[at], wanted(1), "B", copied_limit)
 
 
@@ -523,6 +525,22 @@ MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
 }
 
 
+def wanted(known: str, names: list[str]) -> bool:
+    """Whether one of the names begins this measurement's, or is that of one of its rows."""
+    return any(name and (known.startswith(name) or name.startswith(known)) for name in names)
+
+
+def other_seconds() -> float:
+    """Processor seconds that other programs have used so far; 0 where /proc/stat does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split()[1:9]
+    except OSError:
+        return 0.0
+    idle, waiting = map(int, fields[3:5])
+    busy = sum(map(int, fields)) - idle - waiting
+    return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -533,10 +551,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", metavar="FILE", help="write the table there as well")
     options = parser.parse_args(argv)
     for name in options.names:
-        if not any(known.startswith(name) for known in MEASUREMENTS):
+        if not any(wanted(known, [name]) for known in MEASUREMENTS):
             parser.error(f"no measurement starts with {name!r}: {' '.join(MEASUREMENTS)}")
+    if options.threads < 1:
+        parser.error(f"--threads must be at least 1, got {options.threads}")
+    if options.write:
+        try:
+            open(options.write, "a").close()
+        except OSError as error:  # now, not after ten minutes
+            parser.error(f"--write {options.write}: {error.strerror}")
     torch.set_num_threads(options.threads)
-    rounds, load = 2 if options.quick else 10, os.getloadavg()[0]
+    rounds, start_time, start_busy = 2 if options.quick else 10, time.time(), other_seconds()
     lines = [
         "| row | ours; reference | ours / reference | ratio | limit | holds |",
         "|---|---|--:|--:|--:|---|",
@@ -544,22 +569,22 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(lines), flush=True)
     all_hold = True
     for known, measure in MEASUREMENTS.items():
-        if not options.names or any(known.startswith(name) for name in options.names):
+        if not options.names or wanted(known, options.names):
             torch.manual_seed(0)
             for row in measure(rounds):
                 all_hold &= row.holds
                 lines.append(row.line())
                 print(lines[-1], flush=True)
+    others = (other_seconds() - start_busy) / (time.time() - start_time)
     lines += [
         "",
-        f"torch {torch.__version__}, {options.threads} threads, float32, batch 1, block of d {D}, "
-        f"{H} query and {G} KV heads, h {D_FF}; {'fewer' if options.quick else 'all'} rounds; "
-        f"load of the machine {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end.",
+        f"torch {torch.__version__}, {options.threads} threads, float32, batch 1; decode, prefill "
+        f"and train: a block of d {D}, {H} query and {G} KV heads, h {D_FF}; "
+        f"{'fewer' if options.quick else 'all'} rounds; "
+        f"other programs took {others:.0%} of a core.",
     ]
-    if load > 1:  # two threads that wait for each other make a step ten times as long
-        lines[-1] += (
-            " **Disturbed: other programs were running, the ratios of times do not count.**"
-        )
+    if others > 0.2:  # two threads that wait for each other make a step ten times as long
+        lines[-1] += " **Disturbed: the ratios of times do not count.**"
     print("\n".join(lines[-2:]))
     if options.write:
         Path(options.write).write_text("\n".join(lines) + "\n", encoding="utf-8")

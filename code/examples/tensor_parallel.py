@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args(argv)
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         parser.error("start it with torchrun, which tells each process its rank")
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))

@@ -39,8 +39,8 @@ def definition(name: str, start: str = "") -> str:
     if "." in name:
         method = name.partition(".")[2]
         node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
-    text = ast.get_source_segment(source, node, padded=True)
-    lines = textwrap.dedent(text).rstrip().split("\n")
+    lines = source.split("\n")[node.lineno - 1 : node.end_lineno]  # with a comment at the end
+    lines = textwrap.dedent("\n".join(lines)).split("\n")
     first = next(i for i, line in enumerate(lines) if line.strip().startswith(start))
     return textwrap.dedent("\n".join(lines[first:]))
 
