@@ -31,8 +31,8 @@ B, T, S = 2, 7, 5
 # Which of 64 decoding steps may compile where nothing but the length changes. The first sees it as
 # a number, the second as a variable; torch 2.6 takes every length as a number, up to its limit of
 # eight graphs, and runs the steps after that without compiling.
-VARIABLE_LENGTHS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-FIRST_STEPS = {1, 2} if VARIABLE_LENGTHS else set(range(1, 8))
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+FIRST_STEPS = {1, 2} if TORCH >= (2, 13) else set(range(1, 8))
 COS, SIN = build_rope_cache(MAX_LEN, D // H)
 
 
@@ -166,6 +166,19 @@ def test_with_a_growing_cache_the_last_new_graph_of_64_steps_is_that_of_the_seco
     steps = compiling_steps(KVCache())
     assert 1 in steps
     assert max(steps) <= 8
+
+
+@torch.no_grad()
+def test_a_block_with_a_cache_is_one_graph_from_torch_2_14_on_and_refused_before():
+    block, cache, x = ModernDecoderBlock(D, H, G, D_FF), KVCache(), torch.randn(B, T, D)
+    compiled = torch.compile(block, fullgraph=True, backend="eager")
+    if TORCH >= (2, 14):  # the first to enter the `with` block of a class like KVCache
+        torch.testing.assert_close(compiled(x, COS, SIN, kv_cache=cache), block(x, COS, SIN))
+        assert cache.next_pos == T
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(x, COS, SIN, kv_cache=cache)
+        assert cache.next_pos == 0
 
 
 def test_training_through_a_cache_only_the_first_steps_of_64_compile():
