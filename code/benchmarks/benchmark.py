@@ -279,7 +279,7 @@ def decode_attention(length: int, limit: float, rounds: int) -> Iterator[Row]:
         cache.append(*stored)
         calls[name] = partial(step, path, cache)
         require_same(calls[name](), expected)
-    evict = torch.randn(2**24).sum  # in a block the weights push K and V out of the processor
+    evict = torch.randn(2**24).sum  # in a block the weights push K and V out of the caches
     seconds = take_turns(calls, steps, evict)
     path = better(seconds)
     what = f"cache and attention of a token at {length:,}, {path}; the layer's, DynamicCache"
