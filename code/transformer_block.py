@@ -15,7 +15,6 @@ channel i + r/2 (half-split); the other layout pairs 2i with 2i + 1.
 
 import argparse
 import ast
-import contextlib
 import copy
 import functools
 import gc
@@ -26,79 +25,12 @@ import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-# =============================================================================================
-# Argument checks: they raise before anything is changed, and also under python -O
-# =============================================================================================
-
-
-def require_value(kind: type, above: int = 0, **values: object) -> None:
-    """Refuse values of another kind: int or float (ints too) above a bound, or Callable."""
-    for name, value in values.items():
-        kinds = (int, float) if kind is float else kind
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise TypeError(f"{name} must be {kind.__name__}, got {value!r}")
-        end = 2**63 if isinstance(value, int) else math.inf  # an int64, or any finite float
-        if kind is not Callable and not above < value < end:
-            raise ValueError(f"{name} must be above {above} and below {end}, got {value}")
-
-
-def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "floating",
-                   layer: nn.Module | None = None) -> torch.Size:  # fmt: skip
-    """Refuse a tensor of another shape or kind of dtype ("floating", "bool", "integer").
-
-    In shape a str names an axis of any size and a leading ... stands for any number of axes.
-    With a layer, the dtype must be that of its weight, except under autocast. Returns the shape.
-    """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    came = "bool" if tensor.dtype == torch.bool else "integer"
-    came = "floating" if tensor.is_floating_point() else came
-    if came != kind or tensor.is_complex():
-        raise TypeError(f"{name} must have a {kind} dtype, got {tensor.dtype}")
-    weight = getattr(layer, "weight", None)
-    like = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else kind
-    if like not in (kind, tensor.dtype) and not torch.is_autocast_enabled(tensor.device.type):
-        raise TypeError(f"{name} must be {like} as the weights are, got {tensor.dtype}")
-    wanted, sizes = shape, tensor.shape
-    if shape[0] is ...:
-        wanted = shape[1:]
-        sizes = tensor.shape[tensor.dim() - len(wanted) :]
-    if len(wanted) != len(sizes) or any(
-        want != have and not isinstance(want, str) for want, have in zip(wanted, sizes)
-    ):
-        axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
-        raise ValueError(f"{name} must have shape [{axes}], got {list(tensor.shape)}")
-    return tensor.shape
-
-
-def require_attention_inputs(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
-) -> Tensor | None:
-    """Refuse what attend and attend_fused cannot combine; returns keep with four axes."""
-    B, H, T, head_dim = require_tensor("q", q, "B", "H", "T", "head_dim")
-    _, G, S, _ = require_tensor("k", k, B, "G", "S", head_dim)
-    require_tensor("v", v, B, G, S, "d_v")
-    if not head_dim or not G or H % G:
-        raise ValueError(f"q needs a head_dim and a multiple of {G} heads, got {list(q.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if scale is not None:
-        require_value(float, scale=scale)
-    if keep is None:
-        return None
-    require_tensor("keep", keep, ..., kind="bool")
-    sizes = zip(reversed(keep.shape), (S, T, 1, B))
-    if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
-        raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
-    return keep[(None,) * (4 - keep.dim())]
-
 
 # =============================================================================================
 # Positions, masks, rotation (notes §2, §4, §7.3)
@@ -120,6 +52,16 @@ def build_causal_mask(
         return distance >= 0
     require_value(int, window=window)
     return (distance >= 0) & (distance < window)
+
+
+def without_later_keys(keep: Tensor | None, T: int, S: int, device: torch.device | str) -> Tensor:
+    """keep, or all of [T, S], without the keys later than each query; the last stand side by side.
+
+    Queries before the first key (T > S) are left with none.
+    """
+    q_positions, k_positions = (torch.arange(start, S, device=device) for start in (S - T, 0))
+    seen = k_positions <= q_positions[:, None]  # (T, S)
+    return seen if keep is None else keep & seen
 
 
 def build_rope_cache(max_len: int, head_dim: int, base: float = 10000.0, *,
@@ -145,24 +87,17 @@ def build_rope_cache(max_len: int, head_dim: int, base: float = 10000.0, *,
     return angles.cos().float().to(device, dtype), angles.sin().float().to(device, dtype)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, start: int | None = None) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first r channels of x [B, n, T, head_dim] by tables cos and sin [T, r], r even.
 
-    With start, by rows start … start + T of longer tables. Channels from r on pass through
-    (partial rotation, GPT-J and GPT-NeoX). Computed in at least float32, returned in x's dtype.
+    Channels from r on pass through (partial rotation, GPT-J and GPT-NeoX). Computed in at least
+    float32, returned in x's dtype.
     """
     _, _, T, head_dim = require_tensor("x", x, "B", "n", "T", "head_dim")
-    if cos is None or sin is None:
-        raise ValueError("cos and sin must be tables to rotate by, got None")
-    rows, r = require_tensor("cos", cos, T if start is None else "max_len", "r")
-    require_tensor("sin", sin, rows, r)
+    _, r = require_tensor("cos", cos, T, "r")
+    require_tensor("sin", sin, T, r)
     if r % 2 or r > head_dim:
         raise ValueError(f"cos must have an even width of at most {head_dim}, got {r}")
-    if start is not None:
-        require_value(int, above=-1, start=start)
-        if start + T > rows:
-            raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
-        cos, sin = cos[start : start + T], sin[start : start + T]
     turning = x[..., :r].float() if x.dtype in (torch.float16, torch.bfloat16) else x[..., :r]
     cos, sin = cos.to(turning), sin.to(turning)
     first, second = turning.chunk(2, dim=-1)  # of [a b c d] a turns with c, b with d
@@ -196,8 +131,7 @@ class KVCache:
     when it is empty. With grad mode off, append writes into a buffer that doubles when it is full
     (with max_len it has that length from the start): views of positions cut off by truncate or
     reset may be written over. With grad mode on it concatenates, because a tensor that autograd
-    has saved must not be written to. A refused append changes nothing, and a `with` block on the
-    cache takes back what was appended when it is left by an error.
+    has saved must not be written to. A refused append changes nothing.
     """
 
     def __init__(self, max_len: int | None = None):
@@ -207,7 +141,6 @@ class KVCache:
         self.next_pos = 0  # the position the next token takes
         # Buffers [B, G, room, width], and whether their room behind next_pos may be written to.
         self._k = self._v = self._writable = None
-        self._marks: list[int] = []  # next_pos at each `with` not yet left
 
     @property
     def k(self) -> Tensor | None:
@@ -225,12 +158,12 @@ class KVCache:
         """
         B, G, T, _ = require_tensor("k_new", k_new, "B", "G", "T", "width")
         require_tensor("v_new", v_new, B, G, T, "width")
-        for name, new, stored in (("k_new", k_new, self.k), ("v_new", v_new, self.v)):
-            like = k_new if stored is None else stored
+        for name, new, stored in (("k_new", k_new, self._k), ("v_new", v_new, self._v)):
+            like = stored if self.next_pos else k_new
             if (new.dtype, new.device) != (like.dtype, like.device):
                 came, wanted = (f"{t.dtype} on {t.device}" for t in (new, like))
                 raise TypeError(f"{name} must be {wanted}, got {came}")
-            if stored is not None:
+            if self.next_pos:
                 require_tensor(name, new, *stored.shape[:2], T, stored.shape[3])
         end = self.next_pos + T
         if self.max_len is not None and end > self.max_len:
@@ -275,22 +208,19 @@ class KVCache:
             raise ValueError(f"length must be at most next_pos={self.next_pos}, got {length}")
         self.next_pos = length
 
-    def __enter__(self) -> None:
-        self._marks.append(self.next_pos)
-
-    def __exit__(self, error: type | None, *_: object) -> None:
-        start = self._marks.pop()
-        if error is not None:
-            self.next_pos = start
-
-    def __deepcopy__(self, _memo: dict) -> "KVCache":
-        copied = KVCache(self.max_len)
-        if self.next_pos:
-            copied._k, copied._v, copied.next_pos = self.k.clone(), self.v.clone(), self.next_pos
-        return copied
-
     def __copy__(self) -> "KVCache":
-        return self.__deepcopy__({})  # two caches must not write into one buffer
+        """A cache with memory of its own: two must not write into one buffer."""
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self), _k=None, _v=None)
+        if self.next_pos:
+            twin._k, twin._v = self.k.clone(), self.v.clone()
+        return twin
+
+    def __deepcopy__(self, memo: dict) -> "KVCache":
+        twin = memo[id(self)] = copy.copy(self)  # deepcopy takes no tensor with a graph behind it
+        rest = {name: value for name, value in vars(self).items() if name not in ("_k", "_v")}
+        vars(twin).update(copy.deepcopy(rest, memo))
+        return twin
 
 
 # =============================================================================================
@@ -319,17 +249,20 @@ class RMSNorm(nn.Module):
         return (normed * self.weight).to(x.dtype)  # Llama rounds before the weight, Gemma here
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
+def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causal: bool = False,
            scale: float | None = None, logit_softcap: float | None = None) -> Tensor:  # fmt: skip
     """softmax(scale * q k^T) v, written out (arXiv:1706.03762 §3.2.1; groups arXiv:2305.13245).
 
     q [B, H, T, d_h], k [B, G, S, d_h], v [B, G, S, d_v], keep bool (True = may attend) that
     broadcasts to [B, 1, T, S]; returns [B, H, T, d_v]. Query head i reads KV head i // (H / G).
-    scale is d_h^-0.5 by default. logit_softcap=c replaces a score s by c * tanh(s / c) before
-    the mask. A query that may attend to nothing gets zeros.
+    causal hides later keys, the last query standing beside the last key. scale is d_h^-0.5 by
+    default. logit_softcap=c replaces a score s by c * tanh(s / c) before the mask. A query that
+    may attend to nothing gets zeros.
     """
     keep = require_attention_inputs(q, k, v, keep, scale)
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
+    if causal and T > 1:  # a single query stands beside the last key and sees them all
+        keep = without_later_keys(keep, T, S, q.device)
     scale = head_dim**-0.5 if scale is None else scale
     # The query heads of a group become further rows of one matrix product with their KV head, so
     # K and V are never copied out to H heads. Those of a single token are few, and few columns
@@ -352,7 +285,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
-                 scale: float | None = None,
+                 causal: bool = False, scale: float | None = None,
                  logit_softcap: float | None = None) -> Tensor:  # fmt: skip
     """The result of attend through torch's fused kernel, which keeps no T x S scores.
 
@@ -363,11 +296,16 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     keep = require_attention_inputs(q, k, v, keep, scale)
     if logit_softcap is not None:
         raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
-    (B, H, T, head_dim), G = q.shape, k.shape[1]
+    (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
+    # The kernel's own causal path sets the first query beside the first key: right for T = S alone.
+    is_causal = causal and keep is None and T == S > 1
+    if causal and T > 1 and not is_causal:
+        keep = without_later_keys(keep, T, S, q.device)
     if T == 1:  # as rows of one head a group's queries read each key once, not H/G times
         q = q.reshape(B, G, H // G, head_dim)  # (B, G, H/G, head_dim)
-    grouped = q.shape[1] != G
-    out = F.scaled_dot_product_attention(q, k, v, keep, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, k, v, keep, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != G
+    )
     return out.reshape(B, H, T, v.shape[-1])  # (B, H, T, d_v)
 
 
@@ -376,9 +314,9 @@ class MultiHeadAttention(nn.Module):
 
     forward takes x [B, T, d] and returns (out [B, T, d], (k, v)), k and v [B, G, S, d_h] being all
     that was attended over. mask is bool [T, S] or [B, T, S], key_padding_mask bool [B, S], True =
-    may attend; no mask is added here, causality is the blocks' business. memory [B, S, d] makes it
-    cross-attention. With rope=True, rows start_pos … of the tables cos and sin turn q and k; keys
-    are cached turned, values are never turned. qk_norm norms each head of q and k before that.
+    may attend; causal=True hides later keys, which the decoder blocks ask for. memory [B, S, d]
+    makes it cross-attention. With rope=True, rows start_pos … of the tables cos and sin turn q and
+    k; keys are cached turned, values are never turned. qk_norm norms each head of q and k before.
     """
 
     def __init__(self, d_model: int, n_q_heads: int, n_kv_heads: int | None = None, *,
@@ -400,10 +338,8 @@ class MultiHeadAttention(nn.Module):
         if scale is not None:
             require_value(float, scale=scale)
         require_value(float, norm_eps=norm_eps)
-        require_value(Callable, attend=attend)
-        if logit_softcap is not None:  # a kernel without soft cap refuses now, not in forward
-            attend(*torch.empty(3, *[1] * 4), logit_softcap=logit_softcap)
-        self.d_model, self.head_dim = d_model, head_dim
+        require_fitting(attend, n_q_heads, n_kv_heads, head_dim, logit_softcap)
+        self.d_model, self.head_dim, self.rope_dim = d_model, head_dim, head_dim if rope else 0
         self.rope, self.scale, self.logit_softcap, self.attend = rope, scale, logit_softcap, attend
         qkv_bias = bias if qkv_bias is None else qkv_bias
         self.q_proj = nn.Linear(d_model, n_q_heads * head_dim, bias=qkv_bias)
@@ -414,8 +350,9 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None,
-                key_padding_mask: Tensor | None = None, cos: Tensor | None = None,
-                sin: Tensor | None = None, kv_cache: "KVCache | None" = None,
+                key_padding_mask: Tensor | None = None, causal: bool = False,
+                cos: Tensor | None = None, sin: Tensor | None = None,
+                kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.q_proj)
         start = self.start_position(start_pos, kv_cache)
@@ -430,12 +367,13 @@ class MultiHeadAttention(nn.Module):
         k = self.k_norm(self.split_heads(self.k_proj(source), self.head_dim))  # (B, G, S, head_dim)
         v = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)
         if self.rope:
-            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)
-        with kv_cache or contextlib.nullcontext():  # takes back what it got when the rest fails
-            if kv_cache is not None:
-                k, v = kv_cache.append(k, v)
-            out = self.attend(q, k, v, keep, scale=self.scale, logit_softcap=self.logit_softcap)
-            return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+            cos, sin = self.table_rows(cos, sin, start, T)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if kv_cache is not None:
+            k, v = kv_cache.append(k, v)
+        options = {"causal": causal, "scale": self.scale, "logit_softcap": self.logit_softcap}
+        out = self.attend(q, k, v, keep, **options)  # (B, H, T, head_dim)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
 
     @staticmethod
     def split_heads(projected: Tensor, head_dim: int) -> Tensor:
@@ -444,6 +382,18 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
                              f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
         return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+    @staticmethod
+    def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
+                   T: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Rows start … start + T of both rotation tables [max_len, r]."""
+        if cos is None or sin is None:
+            raise ValueError("cos and sin must be tables to rotate by, got None")
+        rows, r = require_tensor("cos", cos, "max_len", "r")
+        require_tensor("sin", sin, rows, r)
+        if start + T > rows:
+            raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
+        return cos[start : start + T], sin[start : start + T]  # (T, r)
 
     @staticmethod
     def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
@@ -506,40 +456,50 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = nn.Linear(n_heads * v_dim, d_model, bias=False)
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None,
-                key_padding_mask: Tensor | None = None, cos: Tensor | None = None,
-                sin: Tensor | None = None, kv_cache: "KVCache | None" = None,
+                key_padding_mask: Tensor | None = None, causal: bool = False,
+                cos: Tensor | None = None, sin: Tensor | None = None,
+                kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.kv_down)
         start = MultiHeadAttention.start_position(start_pos, kv_cache)
         cached = 0 if kv_cache is None else start
         keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)
-        if cos is not None:  # a narrower table would turn a part of the shared key only
-            require_tensor("cos", cos, "max_len", self.rope_dim)
+        cos, sin = MultiHeadAttention.table_rows(cos, sin, start, T)
+        require_tensor("cos", cos, T, self.rope_dim)  # a narrower one would turn a part only
 
         q = self.q_proj(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         q = MultiHeadAttention.split_heads(q, self.nope_dim + self.rope_dim) * self.scale
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
-        q_rope = apply_rope(q_rope, cos, sin, start)  # (B, H, T, rope_dim)
+        q_rope = apply_rope(q_rope, cos, sin)  # (B, H, T, rope_dim)
         latent, k_rope = self.kv_down(x)[:, None].split((self.kv_rank, self.rope_dim), dim=-1)
-        k_rope = apply_rope(k_rope, cos, sin, start)  # (B, 1, T, rope_dim)
+        k_rope = apply_rope(k_rope, cos, sin)  # (B, 1, T, rope_dim)
         k = torch.cat((self.kv_norm(latent), k_rope), dim=-1)  # (B, 1, T, kv_rank+rope_dim)
         v = k[..., :0]
-        with kv_cache or contextlib.nullcontext():
-            if kv_cache is not None:
-                k, v = kv_cache.append(k, v)
-            attention = self.absorbed if cached else self.expanded
-            out = attention(q_nope, q_rope, k, keep)  # (B, H, T, v_dim)
-            return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+        if kv_cache is not None:
+            k, v = kv_cache.append(k, v)
+        attention = self.absorbed if cached and self.absorbs else self.expanded
+        out = attention(q_nope, q_rope, k, keep, causal)  # (B, H, T, v_dim)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
 
-    def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:
+    @property
+    def absorbs(self) -> bool:
+        """Whether kv_up is a bare matrix: an adapter, a bias or a hook must be called."""
+        up = self.kv_up
+        hooked = up._forward_hooks or up._forward_pre_hooks
+        return type(up) is nn.Linear and up.bias is None and not hooked
+
+    def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
+                 causal: bool) -> Tensor:  # fmt: skip
         """Keys and values of every head are computed from the latent: cheaper for many queries."""
         latent, k_rope = k.split((self.kv_rank, self.rope_dim), dim=-1)
         up = MultiHeadAttention.split_heads(self.kv_up(latent[:, 0]), self.nope_dim + self.v_dim)
         k_nope, v = up.split((self.nope_dim, self.v_dim), dim=-1)  # (B, H, S, nope or v_dim)
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
-        return attend(torch.cat((q_nope, q_rope), dim=-1), k, v, keep, scale=1.0)
+        q = torch.cat((q_nope, q_rope), dim=-1)  # (B, H, T, nope_dim+rope_dim)
+        return attend(q, k, v, keep, causal=causal, scale=1.0)
 
-    def absorbed(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None) -> Tensor:
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
+                 causal: bool) -> Tensor:  # fmt: skip
         """The queries go down to the latent instead: q (W c) = (q W) c, and no key is expanded.
 
         One KV head serves all H query heads, so a step reads kv_rank + rope_dim numbers a token.
@@ -547,7 +507,8 @@ class MultiHeadLatentAttention(nn.Module):
         up = self.kv_up.weight.unflatten(0, (-1, self.nope_dim + self.v_dim))
         k_up, v_up = up.split((self.nope_dim, self.v_dim), dim=1)  # (H, nope or v_dim, kv_rank)
         q = torch.cat((q_nope @ k_up, q_rope), dim=-1)  # (B, H, T, kv_rank+rope_dim)
-        out = attend(q, k, k[..., : self.kv_rank], keep, scale=1.0)  # (B, H, T, kv_rank)
+        latent = k[..., : self.kv_rank]
+        out = attend(q, k, latent, keep, causal=causal, scale=1.0)  # (B, H, T, kv_rank)
         return out @ v_up.mT  # (B, H, T, v_dim)
 
 
@@ -644,20 +605,6 @@ class MoEFFN(nn.Module):
 # =============================================================================================
 
 
-def causal_by_default(
-    mask: Tensor | None, x: Tensor, kv_cache: "KVCache | None" = None
-) -> Tensor | None:
-    """The mask of a decoder block: the given one, or bool [T, cached + T] that hides the future.
-
-    A single token comes last, so it needs no mask to see nothing later.
-    """
-    start, T = MultiHeadAttention.start_position(None, kv_cache), x.shape[1]
-    if mask is not None or T == 1:
-        return mask
-    positions = torch.arange(start + T, device=x.device)  # (S)
-    return positions <= positions[start:, None]  # (T, S)
-
-
 class VanillaEncoderLayer2017(nn.Module):
     """Post-LN encoder layer of 2017 and of BERT (arXiv:1706.03762 §3.1): each add is normed.
 
@@ -669,8 +616,9 @@ class VanillaEncoderLayer2017(nn.Module):
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
                  act: Callable[[Tensor], Tensor] = F.relu, eps: float = 1e-5):  # fmt: skip
         super().__init__()
-        require_value(int, n_heads=n_heads)
+        require_value(int, n_heads=n_heads, d_ff=d_ff)
         require_value(float, eps=eps)
+        require_value(Callable, act=act)
         self.attn = MultiHeadAttention(d_model, n_heads, bias=True)
         self.ffn = DenseFFN(d_model, d_ff, act, bias=True)
         self.ln1 = nn.LayerNorm(d_model, eps)
@@ -693,8 +641,9 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
                  act: Callable[[Tensor], Tensor] = F.relu, eps: float = 1e-5):  # fmt: skip
         super().__init__()
-        require_value(int, n_heads=n_heads)
+        require_value(int, n_heads=n_heads, d_ff=d_ff)
         require_value(float, eps=eps)
+        require_value(Callable, act=act)
         self.d_model = d_model
         self.self_attn = MultiHeadAttention(d_model, n_heads, bias=True)
         self.cross_attn = MultiHeadAttention(d_model, n_heads, bias=True)
@@ -710,8 +659,8 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
         _, S, _ = require_tensor("memory", memory, B, "S", self.d_model)
         if memory_key_padding_mask is not None:
             require_tensor("memory_key_padding_mask", memory_key_padding_mask, B, S, kind="bool")
-        mask = causal_by_default(mask, x)
-        x = self.ln1(x + self.self_attn(x, mask=mask, key_padding_mask=key_padding_mask)[0])
+        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        x = self.ln1(x + self.self_attn(x, **seen)[0])
         x = self.ln2(x + self.cross_attn(x, memory, key_padding_mask=memory_key_padding_mask)[0])
         return self.ln3(x + self.ffn(x))
 
@@ -728,8 +677,9 @@ class GPT2StyleDecoderLayer(nn.Module):
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
                  act: Callable[[Tensor], Tensor] = F.gelu, eps: float = 1e-5):  # fmt: skip
         super().__init__()
-        require_value(int, n_heads=n_heads)
+        require_value(int, n_heads=n_heads, d_ff=d_ff)
         require_value(float, eps=eps)
+        require_value(Callable, act=act)
         self.d_model = d_model
         self.attn = MultiHeadAttention(d_model, n_heads, bias=True)
         self.ffn = DenseFFN(d_model, d_ff, act, bias=True)
@@ -740,11 +690,9 @@ class GPT2StyleDecoderLayer(nn.Module):
                 key_padding_mask: Tensor | None = None,
                 kv_cache: "KVCache | None" = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm1)
-        mask = causal_by_default(mask, x, kv_cache)
-        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
-        with kv_cache or contextlib.nullcontext():
-            x = x + self.attn(self.norm1(x), **seen)[0]
-            return x + self.ffn(self.norm2(x))
+        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        x = x + self.attn(self.norm1(x), kv_cache=kv_cache, **seen)[0]
+        return x + self.ffn(self.norm2(x))
 
 
 class ModernDecoderBlock(nn.Module):
@@ -760,10 +708,10 @@ class ModernDecoderBlock(nn.Module):
                  d_ff: int = 256, *, attn: nn.Module | None = None,
                  ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
+        require_parts(attn, ffn, d_ff, eps)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
         ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
-        require_value(Callable, attn=attn, ffn=ffn)
         self.d_model, self.attn, self.ffn = d_model, attn, ffn
         self.norm1 = RMSNorm(d_model, eps)
         self.norm2 = RMSNorm(d_model, eps)
@@ -772,11 +720,10 @@ class ModernDecoderBlock(nn.Module):
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model)
-        mask = causal_by_default(mask, x, kv_cache)
-        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
-        with kv_cache or contextlib.nullcontext():
-            x = x + self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]
-            return x + self.ffn(self.norm2(x))
+        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        x = x + self.attn(self.norm1(x), **seen, **at)[0]
+        return x + self.ffn(self.norm2(x))
 
 
 class ParallelDecoderBlock(nn.Module):
@@ -795,10 +742,9 @@ class ParallelDecoderBlock(nn.Module):
                  shared_norm: bool = True, eps: float = 1e-5):  # fmt: skip
         super().__init__()
         require_value(int, d_model=d_model)
-        require_value(float, eps=eps)
+        require_parts(attn, ffn, d_ff, eps)
         attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads) if attn is None else attn
         ffn = DenseFFN(d_model, d_ff) if ffn is None else ffn
-        require_value(Callable, attn=attn, ffn=ffn)
         self.d_model, self.attn, self.ffn = d_model, attn, ffn
         self.norm = nn.LayerNorm(d_model, eps)
         self.ffn_norm = None if shared_norm else nn.LayerNorm(d_model, eps)
@@ -808,12 +754,11 @@ class ParallelDecoderBlock(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm)
-        mask = causal_by_default(mask, x, kv_cache)
-        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
+        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
         h = self.norm(x)
-        with kv_cache or contextlib.nullcontext():
-            attended = self.attn(h, cos=cos, sin=sin, start_pos=start_pos, **seen)[0]
-            return x + attended + self.ffn(h if self.ffn_norm is None else self.ffn_norm(x))
+        h_ffn = h if self.ffn_norm is None else self.ffn_norm(x)
+        return x + self.attn(h, **seen, **at)[0] + self.ffn(h_ffn)
 
 
 class BranchNormDecoderBlock(nn.Module):
@@ -829,10 +774,10 @@ class BranchNormDecoderBlock(nn.Module):
                  d_ff: int = 256, *, attn: nn.Module | None = None,
                  ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
+        require_parts(attn, ffn, d_ff, eps)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
         ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
-        require_value(Callable, attn=attn, ffn=ffn)
         self.d_model, self.attn, self.ffn = d_model, attn, ffn
         self.attn_pre_norm = RMSNorm(d_model, eps)
         self.attn_post_norm = RMSNorm(d_model, eps)
@@ -843,32 +788,15 @@ class BranchNormDecoderBlock(nn.Module):
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model)
-        mask = causal_by_default(mask, x, kv_cache)
-        seen = {"mask": mask, "key_padding_mask": key_padding_mask, "kv_cache": kv_cache}
-        seen = {"cos": cos, "sin": sin, "start_pos": start_pos, **seen}
-        with kv_cache or contextlib.nullcontext():
-            x = x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen)[0])
-            return x + self.ffn_post_norm(self.ffn(self.ffn_pre_norm(x)))
+        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        x = x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen, **at)[0])
+        return x + self.ffn_post_norm(self.ffn(self.ffn_pre_norm(x)))
 
 
 # =============================================================================================
 # Stack and shell (notes §10)
 # =============================================================================================
-
-
-def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
-                     generator: torch.Generator | None) -> None:  # fmt: skip
-    """Refuse what generate cannot sample with."""
-    if temperature != 0:
-        require_value(float, temperature=temperature)
-    if top_k is not None:
-        require_value(int, top_k=top_k)
-    if top_p is not None:
-        require_value(float, top_p=top_p)
-        if top_p > 1:
-            raise ValueError(f"top_p must be at most 1, got {top_p}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
 
 
 def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
@@ -891,7 +819,7 @@ def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None 
     if top_k is not None:
         probs[:, top_k:] = 0
         probs /= probs.sum(dim=1, keepdim=True)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:  # a running sum may reach 1 before the last token
         probs[probs.cumsum(dim=1) - probs >= top_p] = 0  # what stands before reaches it already
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))
 
@@ -900,8 +828,10 @@ class DecoderOnlyLM(nn.Module):
     """Token ids to logits: embedding, blocks, final norm, head.
 
     make_block(layer) builds each block, ModernDecoderBlock by default: which layers have experts
-    is decided there. windows holds each layer's attention window or None. Tied embeddings are one
-    parameter. The rotation tables are no buffers: they stay float32 when the model is cast.
+    is decided there. windows holds each layer's attention window or None. With tied embeddings
+    lm_head is None and the logits are products with the embedding's rows. The rotation tables are
+    as wide as what the blocks turn, and no state: they stay float32 on the CPU, and the rows that
+    a forward needs are moved.
     """
 
     def __init__(self, vocab_size: int, d_model: int = 96, n_layers: int = 2, n_q_heads: int = 8,
@@ -913,113 +843,106 @@ class DecoderOnlyLM(nn.Module):
                  eps: float = 1e-6):  # fmt: skip
         super().__init__()
         require_value(int, vocab_size=vocab_size, d_model=d_model, n_layers=n_layers)
-        require_value(int, n_q_heads=n_q_heads)
-        require_value(float, embedding_scale=embedding_scale, rope_base=rope_base)
+        require_value(int, n_q_heads=n_q_heads, max_len=max_len)
+        require_value(float, embedding_scale=embedding_scale, rope_base=rope_base, eps=eps)
         if logit_softcap is not None:
             require_value(float, logit_softcap=logit_softcap)
         windows = [None] * n_layers if windows is None else windows
-        if not isinstance(windows, (list, tuple)):
-            raise TypeError(f"windows must be a list, got {windows!r}")
-        if len(windows) != n_layers:
-            raise ValueError(f"windows must have n_layers={n_layers} entries, got {len(windows)}")
-        for window in windows:
-            if window is not None:
-                require_value(int, windows=window)
+        require_windows(windows, n_layers)
         if make_block is None:
 
             def make_block(layer: int) -> nn.Module:
                 return ModernDecoderBlock(d_model, n_q_heads, n_kv_heads, d_ff, eps=eps)
 
         require_value(Callable, make_block=make_block)
+        require_rope_dim(rope_dim, set())
+        state = torch.get_rng_state()
+        try:
+            self.blocks = nn.ModuleList(make_block(layer) for layer in range(n_layers))
+            widths = {getattr(part, "rope_dim", 0) for part in self.blocks.modules()} - {0}
+            require_rope_dim(rope_dim, widths)
+        except BaseException:
+            torch.set_rng_state(state)  # make_block may have drawn before it failed
+            raise
+        if rope_dim is None:
+            rope_dim = max(widths or {2, d_model // n_q_heads // 2 * 2})
         self.vocab_size, self.max_len, self.windows = vocab_size, max_len, list(windows)
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
-        self.tie_embeddings = tie_embeddings
         self.embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList(make_block(layer) for layer in range(n_layers))
         self.final_norm = RMSNorm(d_model, eps)
-        self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
-        # An odd default can only meet blocks that do not rotate: theirs is refused by attention.
-        rope_dim = max(2, d_model // n_q_heads // 2 * 2) if rope_dim is None else rope_dim
-        require_value(int, rope_dim=rope_dim)
-        if rope_dim % 2:
-            raise ValueError(f"rope_dim must be even, got {rope_dim}")
-        self.rope_dim, self.rope_base = rope_dim, rope_base
-        self._settle()
-        self.register_load_state_dict_post_hook(DecoderOnlyLM._settle)
-
-    def _settle(self, _incompatible_keys: object = None) -> None:
-        """Where parameters were replaced: tie the head again, and make the tables beside them."""
-        if self.tie_embeddings:
-            self.lm_head.weight = self.embedding.weight
-        rope, device = (self.max_len, self.rope_dim, self.rope_base), self.embedding.weight.device
+        self.lm_head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
         with torch.inference_mode(False):  # autograd refuses tensors made there
-            self._rope_tables = build_rope_cache(*rope, device=device)
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> "DecoderOnlyLM":
-        super()._apply(fn, recurse)
-        self._settle()
-        return self
+            self._rope_tables = build_rope_cache(max_len, rope_dim, rope_base, device="cpu")
 
     def new_caches(self) -> list["KVCache"]:
-        """An empty cache for each block."""
-        return [KVCache() for _ in self.blocks]
-
-    def _cached_length(self, kv_caches: list["KVCache"] | None) -> int:
-        if kv_caches is None:
-            return 0
-        if not isinstance(kv_caches, (list, tuple)):
-            raise TypeError(f"kv_caches must be a list, got {type(kv_caches).__name__}")
-        if len(kv_caches) != len(self.blocks):
-            raise ValueError(
-                f"kv_caches must have {len(self.blocks)} entries, got {len(kv_caches)}"
-            )
-        if len(set(map(id, kv_caches))) != len(kv_caches):
-            raise ValueError(f"kv_caches must be {len(kv_caches)} different caches, got one twice")
-        lengths = {MultiHeadAttention.start_position(None, cache) for cache in kv_caches}
-        if len(lengths) != 1:
-            raise ValueError(f"kv_caches must hold equally many positions, got {sorted(lengths)}")
-        return lengths.pop()
+        """An empty cache for each block: of its attention's own kind (new_cache), else KVCache."""
+        caches = []
+        for block in self.blocks:
+            own = [part.new_cache for part in block.modules() if hasattr(part, "new_cache")]
+            caches.append(own[0]() if own else KVCache())
+        return caches
 
     def forward(self, ids: Tensor, *, kv_caches: list["KVCache"] | None = None,
-                key_padding_mask: Tensor | None = None) -> Tensor:  # fmt: skip
-        """Token ids [B, T] to logits [B, T, V]; key_padding_mask is [B, cached + T]."""
-        _, T = require_tensor("ids", ids, "B", "T", kind="integer")
-        start = self._cached_length(kv_caches)
+                key_padding_mask: Tensor | None = None, mask: Tensor | None = None,
+                last_only: bool = False) -> Tensor:  # fmt: skip
+        """Token ids [B, T] to logits [B, T, V], with last_only [B, 1, V] of the last position.
+
+        key_padding_mask is [B, cached + T]; mask, [T, cached + T] or [B, T, cached + T], is joined
+        with each layer's causal window (packed documents). A forward that fails in any part leaves
+        all caches as they were.
+        """
+        B, T = require_tensor("ids", ids, "B", "T", kind="integer")
+        require_windows(self.windows, len(self.blocks))
+        start = require_caches(kv_caches, len(self.blocks))
         end = start + T
         if end > self.max_len:
             raise ValueError(f"ids would reach position {end}, past max_len={self.max_len}")
+        MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, end)
+        positions = torch.arange(end, device=ids.device)
+        masks = {None: mask}  # of each window; without any, the blocks are causal by themselves
+        for window in set(self.windows):
+            if window is not None or mask is not None:
+                seen = build_causal_mask(positions[start:], positions, window)  # (T, end)
+                masks[window] = seen if mask is None else seen & mask
+        cos, sin = (table[:end].to(ids.device) for table in self._rope_tables)
+        options = {"cos": cos, "sin": sin, "key_padding_mask": key_padding_mask}
+        if kv_caches is None:
+            return self._logits(ids, masks, [None] * len(self.blocks), last_only, options)
+        try:
+            return self._logits(ids, masks, kv_caches, last_only, options)
+        except BaseException:
+            for cache in kv_caches:
+                cache.truncate(start)
+            raise
+
+    def _logits(self, ids: Tensor, masks: dict[int | None, Tensor | None], kv_caches: list,
+                last_only: bool, options: dict) -> Tensor:  # fmt: skip
         try:
             x = self.embedding(ids.long()) * self.embedding_scale  # (B, T, d)
         except IndexError as error:
             span = f"{ids.min().item()} … {ids.max().item()}"
             raise ValueError(f"ids must lie in 0 … {self.vocab_size - 1}, got {span}") from error
-        positions = torch.arange(end, device=ids.device)
-        masks = {w: build_causal_mask(positions[start:], positions, w) for w in set(self.windows)}
-        cos, sin = self._rope_tables
-        options = {"cos": cos, "sin": sin, "key_padding_mask": key_padding_mask}
-        caches = [None] * len(self.blocks) if kv_caches is None else kv_caches
-        with contextlib.ExitStack() as stack:  # a block that fails takes back what all have cached
-            for cache in caches:
-                stack.enter_context(cache or contextlib.nullcontext())
-            for block, window, cache in zip(self.blocks, self.windows, caches):
-                x = block(x, mask=masks[window], kv_cache=cache, **options)
-            logits = self.lm_head(self.final_norm(x))  # (B, T, V)
+        for block, window, cache in zip(self.blocks, self.windows, kv_caches):
+            x = block(x, mask=masks[window], kv_cache=cache, **options)
+        x = self.final_norm(x[:, -1:] if last_only else x)  # (B, T or 1, d)
+        tied = self.lm_head is None
+        logits = F.linear(x, self.embedding.weight) if tied else self.lm_head(x)
         if self.logit_softcap is None:
             return logits
         wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         return (self.logit_softcap * torch.tanh(wide / self.logit_softcap)).to(logits.dtype)
 
-    @torch.no_grad()
-    def generate(self, ids: Tensor, max_new_tokens: int, *,
-                 key_padding_mask: Tensor | None = None, temperature: float = 0.0,
-                 top_k: int | None = None, top_p: float | None = None, eos_id: int | None = None,
-                 generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
-        """Prompts [B, T] and what follows, int64 [B, T + n]: one prefill, then one token a step.
+    def stream(self, ids: Tensor, max_new_tokens: int, *, key_padding_mask: Tensor | None = None,
+               temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+               eos_id: int | Iterable[int] | None = None,
+               generator: torch.Generator | None = None) -> Iterator[Tensor]:  # fmt: skip
+        """The tokens that follow prompts [B, T], int64 [B, 1] a step: one prefill, then one each.
 
         Prompts of different lengths are padded on the left. temperature 0 takes the likeliest
-        token and draws nothing. A row that has produced eos_id is filled up with it, and the loop
-        ends when all rows have. Raises ValueError for an empty prompt or more than max_len tokens.
+        token and draws nothing. A row that has produced an eos_id goes on with it, and the stream
+        ends when all rows have. Raises ValueError at once for an empty prompt or more than max_len
+        tokens. No step leaves gradients or another training flag behind.
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_value(int, above=-1, max_new_tokens=max_new_tokens)
@@ -1028,57 +951,74 @@ class DecoderOnlyLM(nn.Module):
         if T + max_new_tokens > self.max_len:
             wanted = f"{T} + max_new_tokens={max_new_tokens}"
             raise ValueError(f"ids and what follows, {wanted}, go past max_len={self.max_len}")
-        if key_padding_mask is not None:
-            require_tensor("key_padding_mask", key_padding_mask, B, T, kind="bool")
-            real, after = key_padding_mask[:, :-1], key_padding_mask[:, 1:]
-            if (real & ~after).any() or not key_padding_mask[:, -1].all():
-                raise ValueError("key_padding_mask must pad on the left and end in a real token")
+        require_left_padding(key_padding_mask, B, T)
         require_sampling(temperature, top_k, top_p, generator)
-        if eos_id is not None:
-            require_value(int, above=-1, eos_id=eos_id)
-            if eos_id >= self.vocab_size:
-                raise ValueError(f"eos_id must be below {self.vocab_size}, got {eos_id}")
+        ends = require_token_ids(eos_id, self.vocab_size)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        sampling["generator"] = generator
+        return self._steps(ids.long(), max_new_tokens, key_padding_mask, ends, sampling)
 
-        modes = [(module, module.training) for module in self.modules()]
-        caches, ids = self.new_caches(), ids.long()  # a narrow dtype may not hold what follows
-        step = ids
-        done = torch.zeros(B, 1, dtype=torch.bool, device=ids.device)  # (B, 1)
-        try:
-            self.eval()
-            for _ in range(max_new_tokens):
-                logits = self(step, kv_caches=caches, key_padding_mask=key_padding_mask)[:, -1]
-                step = pick_next_token(logits, temperature, top_k, top_p, generator)
-                if eos_id is not None:
-                    step = step.masked_fill(done, eos_id)
-                    done = done | (step == eos_id)
-                ids = torch.cat((ids, step), dim=1)
-                if eos_id is not None and done.all():
-                    break
-                if key_padding_mask is not None:
-                    key_padding_mask = F.pad(key_padding_mask, (0, 1), value=True)
-        finally:
-            for module, training in modes:
-                module.training = training
-        return ids
+    def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
+               ends: list[int], sampling: dict) -> Iterator[Tensor]:  # fmt: skip
+        caches = self.new_caches()
+        done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
+        for _ in range(max_new_tokens):
+            modes = [(module, module.training) for module in self.modules()]
+            try:
+                self.eval()
+                options = {"kv_caches": caches, "key_padding_mask": key_padding_mask}
+                with torch.no_grad():
+                    logits = self(step, **options, last_only=True)[:, 0]  # (B, V)
+                    drawn = pick_next_token(logits, **sampling)  # (B, 1)
+            finally:
+                for module, training in modes:
+                    module.training = training
+            step = torch.where(done, step[:, -1:], drawn)  # (B, 1)
+            for token in ends:
+                done = done | (step == token)
+            yield step
+            if ends and done.all():
+                return
+            if key_padding_mask is not None:
+                key_padding_mask = F.pad(key_padding_mask, (0, 1), value=True)
+
+    def generate(self, ids: Tensor, max_new_tokens: int, *,
+                 key_padding_mask: Tensor | None = None, temperature: float = 0.0,
+                 top_k: int | None = None, top_p: float | None = None,
+                 eos_id: int | Iterable[int] | None = None,
+                 generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
+        """Prompts [B, T] and what follows, int64 [B, T + n], a tensor of its own: see stream."""
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "eos_id": eos_id}
+        options |= {"key_padding_mask": key_padding_mask, "generator": generator}
+        steps = self.stream(ids, max_new_tokens, **options)
+        return torch.cat((ids.long(), *steps), dim=1)
 
 
-def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None = None, *,
+                    predict: Tensor | None = None) -> Tensor:  # fmt: skip
     """Mean cross entropy of logits [B, T, V] at t against ids [B, T] at t + 1, in float32 or wider.
 
-    A pair counts where both tokens are real (key_padding_mask [B, T], True = real); 0 without any.
+    A pair counts where both tokens are real (key_padding_mask [B, T], True = real) and the second
+    is to be predicted (predict [B, T]: the answer, not the prompt); 0 without any.
     """
     B, T, V = require_tensor("logits", logits, "B", "T", "V")
     require_tensor("ids", ids, B, T, kind="integer")
-    ids = ids.long()
-    if ids.numel() and not 0 <= ids.min() <= ids.max() < V:
-        raise ValueError(f"ids must lie in 0 … {V - 1}, got {ids.min()} … {ids.max()}")
-    pairs = torch.ones_like(ids[:, 1:], dtype=torch.bool)  # (B, T-1)
+    targets = ids[:, 1:].long()  # (B, T-1)
+    pairs = torch.ones_like(targets, dtype=torch.bool)  # (B, T-1)
     if key_padding_mask is not None:
         require_tensor("key_padding_mask", key_padding_mask, B, T, kind="bool")
         pairs = key_padding_mask[:, :-1] & key_padding_mask[:, 1:]
+    if predict is not None:
+        require_tensor("predict", predict, B, T, kind="bool")
+        pairs = pairs & predict[:, 1:]
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    losses = F.cross_entropy(wide[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return losses.masked_fill(~pairs.flatten(), 0).sum() / pairs.sum().clamp(min=1)
+    log_probs = wide[:, :-1].log_softmax(dim=-1)  # (B, T-1, V)
+    try:
+        losses = -log_probs.gather(-1, targets[..., None])[..., 0]  # (B, T-1)
+    except (IndexError, RuntimeError) as error:
+        span = f"{ids.min().item()} … {ids.max().item()}"
+        raise ValueError(f"ids must lie in 0 … {V - 1}, got {span}") from error
+    return losses.masked_fill(~pairs, 0).sum() / pairs.sum().clamp(min=1)
 
 
 # =============================================================================================
@@ -1128,6 +1068,170 @@ def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.
     require_value(float, multiplier=multiplier)
     d_ff = int(multiplier * (8 * d_model // 3))
     return -(-d_ff // multiple_of) * multiple_of
+
+
+# =============================================================================================
+# Argument checks: they raise before anything is changed, and also under python -O
+# =============================================================================================
+
+
+def require_value(kind: type, above: int = 0, **values: object) -> None:
+    """Refuse values of another kind: int or float (ints too) above a bound, or Callable."""
+    for name, value in values.items():
+        kinds = (int, float) if kind is float else kind
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f"{name} must be {kind.__name__}, got {value!r}")
+        end = 2**63 if isinstance(value, int) else math.inf  # an int64, or any finite float
+        if kind is not Callable and not above < value < end:
+            raise ValueError(f"{name} must be above {above} and below {end}, got {value}")
+
+
+def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "floating",
+                   layer: nn.Module | None = None) -> torch.Size:  # fmt: skip
+    """Refuse a tensor of another shape or kind of dtype ("floating", "bool", "integer").
+
+    In shape a str names an axis of any size and a leading ... stands for any number of axes.
+    With a layer, the dtype must be that of its weight, except under autocast; what has been put in
+    its place may take any. Returns the shape.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    came = "bool" if tensor.dtype == torch.bool else "integer"
+    came = "floating" if tensor.is_floating_point() else came
+    if came != kind or tensor.is_complex():
+        raise TypeError(f"{name} must have a {kind} dtype, got {tensor.dtype}")
+    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else tensor.dtype
+    if like != tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise TypeError(f"{name} must be {like} as the weights are, got {tensor.dtype}")
+    wanted, sizes = shape, tensor.shape
+    if shape[0] is ...:
+        wanted = shape[1:]
+        sizes = tensor.shape[tensor.dim() - len(wanted) :]
+    if len(wanted) != len(sizes) or any(
+        want != have and not isinstance(want, str) for want, have in zip(wanted, sizes)
+    ):
+        axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
+        raise ValueError(f"{name} must have shape [{axes}], got {list(tensor.shape)}")
+    return tensor.shape
+
+
+def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
+    """Refuse what a block cannot be made of, before its first part draws weights."""
+    require_value(int, d_ff=d_ff)
+    require_value(float, eps=eps)
+    for name, part in (("attn", attn), ("ffn", ffn)):
+        if part is not None:
+            require_value(Callable, **{name: part})
+
+
+def require_fitting(attend: Callable[..., Tensor], n_q_heads: int, n_kv_heads: int, head_dim: int,
+                    logit_softcap: float | None) -> None:  # fmt: skip
+    """Show attend one token of these heads: what cannot cap, or has other heads, refuses now."""
+    require_value(Callable, attend=attend)
+    if logit_softcap is not None or isinstance(attend, nn.Module):
+        parameters = attend.parameters() if isinstance(attend, nn.Module) else iter(())
+        like = next(parameters, torch.tensor(()))
+        with torch.no_grad():
+            q, k = (like.new_zeros(1, n, 1, head_dim) for n in (n_q_heads, n_kv_heads))
+            attend(q, k, k, logit_softcap=logit_softcap)
+
+
+def require_attention_inputs(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """Refuse what attend and attend_fused cannot combine; returns keep with four axes."""
+    B, H, T, head_dim = require_tensor("q", q, "B", "H", "T", "head_dim")
+    _, G, S, _ = require_tensor("k", k, B, "G", "S", head_dim)
+    require_tensor("v", v, B, G, S, "d_v")
+    if not head_dim or not G or H % G:
+        raise ValueError(f"q needs a head_dim and a multiple of {G} heads, got {list(q.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if scale is not None:
+        require_value(float, scale=scale)
+    if keep is None:
+        return None
+    require_tensor("keep", keep, ..., kind="bool")
+    sizes = zip(reversed(keep.shape), (S, T, 1, B))
+    if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
+        raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
+    return keep[(None,) * (4 - keep.dim())]
+
+
+def require_windows(windows: object, n_layers: int) -> None:
+    """Refuse windows that are not one for each of the blocks, or not above 0."""
+    if not isinstance(windows, (list, tuple)):
+        raise TypeError(f"windows must be a list, got {windows!r}")
+    if len(windows) != n_layers:
+        raise ValueError(f"windows must have an entry for each of {n_layers} blocks, got {windows}")
+    for window in windows:
+        if window is not None:
+            require_value(int, windows=window)
+
+
+def require_rope_dim(rope_dim: int | None, widths: set[int]) -> None:
+    """Refuse a table that the attentions, which turn these widths, cannot use."""
+    if rope_dim is None:
+        if len(widths) > 1:
+            raise ValueError(f"rope_dim must be given: the blocks turn {sorted(widths)} channels")
+        return
+    require_value(int, rope_dim=rope_dim)
+    if rope_dim % 2:
+        raise ValueError(f"rope_dim must be even, got {rope_dim}")
+    if widths and rope_dim > min(widths):
+        raise ValueError(f"rope_dim must be at most the {min(widths)} turned, got {rope_dim}")
+
+
+def require_caches(kv_caches: object, n_layers: int) -> int:
+    """Refuse what is not one cache for each block, all equally long; returns that length."""
+    if kv_caches is None:
+        return 0
+    if not isinstance(kv_caches, (list, tuple)):
+        raise TypeError(f"kv_caches must be a list, got {type(kv_caches).__name__}")
+    if len(kv_caches) != n_layers:
+        raise ValueError(f"kv_caches must have {n_layers} entries, got {len(kv_caches)}")
+    if len(set(map(id, kv_caches))) != n_layers:
+        raise ValueError(f"kv_caches must be {n_layers} different caches, got one twice")
+    lengths = {MultiHeadAttention.start_position(None, cache) for cache in kv_caches}
+    if len(lengths) != 1:
+        raise ValueError(f"kv_caches must hold equally many positions, got {sorted(lengths)}")
+    return lengths.pop()
+
+
+def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> None:
+    """Refuse a mask of prompts that hides a token behind a real one, or all of a row."""
+    if key_padding_mask is not None:
+        require_tensor("key_padding_mask", key_padding_mask, B, T, kind="bool")
+        real, after = key_padding_mask[:, :-1], key_padding_mask[:, 1:]
+        if (real & ~after).any() or not key_padding_mask[:, -1].all():
+            raise ValueError("key_padding_mask must pad on the left and end in a real token")
+
+
+def require_token_ids(eos_id: object, vocab_size: int) -> list[int]:
+    """The one or several ids as a list; refuses what is no token."""
+    ends = [] if eos_id is None else [eos_id]
+    if isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor)):
+        ends = list(eos_id)
+    for token in ends:
+        require_value(int, above=-1, eos_id=token)
+        if token >= vocab_size:
+            raise ValueError(f"eos_id must be below {vocab_size}, got {token}")
+    return ends
+
+
+def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
+                     generator: torch.Generator | None) -> None:  # fmt: skip
+    """Refuse what generate cannot sample with."""
+    if temperature != 0:
+        require_value(float, temperature=temperature)
+    if top_k is not None:
+        require_value(int, top_k=top_k)
+    if top_p is not None:
+        require_value(float, top_p=top_p)
+        if top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {top_p}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
 
 
 # =============================================================================================
