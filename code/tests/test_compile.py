@@ -9,22 +9,9 @@ import shutil
 
 import pytest
 import torch
+import transformer_block as tb
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from transformer_block import (
-    BranchNormDecoderBlock,
-    GPT2StyleDecoderLayer,
-    KVCache,
-    ModernDecoderBlock,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    ParallelDecoderBlock,
-    VanillaEncoderLayer2017,
-    VanillaSeq2SeqDecoderLayer2017,
-    attend,
-    attend_fused,
-    build_rope_cache,
-)
 
 D, H, G, D_FF, MAX_LEN = 32, 4, 2, 48, 128
 B, T, S = 2, 7, 5
@@ -33,22 +20,22 @@ B, T, S = 2, 7, 5
 # eight graphs, and runs the steps after that without compiling.
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 FIRST_STEPS = {1, 2} if TORCH >= (2, 13) else set(range(1, 8))
-COS, SIN = build_rope_cache(MAX_LEN, D // H)
+COS, SIN = tb.build_rope_cache(MAX_LEN, D // H)
 
 
-def latent_block() -> ModernDecoderBlock:
+def latent_block() -> tb.ModernDecoderBlock:
     sizes = {"kv_rank": 12, "rope_dim": D // H, "nope_dim": 6, "v_dim": 10}
-    return ModernDecoderBlock(D, H, G, D_FF, attn=MultiHeadLatentAttention(D, H, **sizes))
+    return tb.ModernDecoderBlock(D, H, G, D_FF, attn=tb.MultiHeadLatentAttention(D, H, **sizes))
 
 
 # How each block is made, and what its forward takes after x.
 BLOCKS = {
-    "encoder 2017": (lambda: VanillaEncoderLayer2017(D, H, D_FF), ()),
-    "decoder 2017": (lambda: VanillaSeq2SeqDecoderLayer2017(D, H, D_FF), (torch.ones(B, S, D),)),
-    "GPT-2": (lambda: GPT2StyleDecoderLayer(D, H, D_FF), ()),
-    "modern": (lambda: ModernDecoderBlock(D, H, G, D_FF), (COS, SIN)),
-    "parallel": (lambda: ParallelDecoderBlock(D, H, G, D_FF), ()),
-    "branch norm": (lambda: BranchNormDecoderBlock(D, H, G, D_FF), (COS, SIN)),
+    "encoder 2017": (lambda: tb.VanillaEncoderLayer2017(D, H, D_FF), ()),
+    "decoder 2017": (lambda: tb.VanillaSeq2SeqDecoderLayer2017(D, H, D_FF), (torch.ones(B, S, D),)),
+    "GPT-2": (lambda: tb.GPT2StyleDecoderLayer(D, H, D_FF), ()),
+    "modern": (lambda: tb.ModernDecoderBlock(D, H, G, D_FF), (COS, SIN)),
+    "parallel": (lambda: tb.ParallelDecoderBlock(D, H, G, D_FF), ()),
+    "branch norm": (lambda: tb.BranchNormDecoderBlock(D, H, G, D_FF), (COS, SIN)),
     "latent": (latent_block, (COS, SIN)),
 }
 
@@ -73,7 +60,7 @@ def fresh_compiler():
 def on_path(block: nn.Module, path) -> nn.Module:
     """The block with every attention through attend or attend_fused; latent attention has one."""
     for module in block.modules():
-        if isinstance(module, MultiHeadAttention):
+        if isinstance(module, tb.MultiHeadAttention):
             module.attend = path
     return block
 
@@ -84,7 +71,7 @@ def output_and_gradients(block: nn.Module, call, x: Tensor, others: tuple) -> li
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
 
 
-@pytest.mark.parametrize("path", [attend, attend_fused])
+@pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_each_block_is_one_graph_forward_and_backward(name, path):
     make, others = BLOCKS[name]
@@ -98,7 +85,7 @@ def test_each_block_is_one_graph_forward_and_backward(name, path):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs a C++ compiler")
 def test_the_default_backend_compiles_a_block():
-    block, x = ModernDecoderBlock(D, H, G, D_FF), torch.randn(B, T, D)
+    block, x = tb.ModernDecoderBlock(D, H, G, D_FF), torch.randn(B, T, D)
     compiled = torch.compile(block, fullgraph=True)
     results = output_and_gradients(block, compiled, x, (COS, SIN))
     for got, expected in zip(results, output_and_gradients(block, block, x, (COS, SIN))):
@@ -117,7 +104,7 @@ def test_an_exported_block_takes_other_batches_and_lengths(name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # no vmap rule: it loops
-@pytest.mark.parametrize("path", [attend, attend_fused])
+@pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_per_sample_gradients_are_those_of_a_loop(name, path):
     make, others = BLOCKS[name]
@@ -138,10 +125,10 @@ def test_per_sample_gradients_are_those_of_a_loop(name, path):
             torch.testing.assert_close(per_sample[key][row], parameter.grad, atol=1e-11, rtol=0)
 
 
-def compiling_steps(cache: KVCache, prompt: int = 5, steps: int = 64) -> set[int]:
+def compiling_steps(cache: tb.KVCache, prompt: int = 5, steps: int = 64) -> set[int]:
     """Which steps of decoding made torch.compile add a graph; the prompt comes before step 1."""
     counter = CompileCounter()
-    block = ModernDecoderBlock(D, H, G, D_FF)
+    block = tb.ModernDecoderBlock(D, H, G, D_FF)
     compiled = torch.compile(block, backend=counter)
     plain, added, graphs = copy.deepcopy(cache), set(), 0
     for step, length in enumerate((prompt, *[1] * steps)):
@@ -156,21 +143,21 @@ def compiling_steps(cache: KVCache, prompt: int = 5, steps: int = 64) -> set[int
 
 @torch.no_grad()
 def test_with_a_cache_of_fixed_size_only_the_first_steps_of_64_compile():
-    assert compiling_steps(KVCache(MAX_LEN)) <= FIRST_STEPS
+    assert compiling_steps(tb.KVCache(MAX_LEN)) <= FIRST_STEPS
 
 
 @torch.no_grad()
 def test_with_a_growing_cache_the_last_new_graph_of_64_steps_is_that_of_the_second_growth():
     # A prompt of 5 gets a buffer of 5. Step 1 makes it longer, and so does a step soon after: each
     # takes another way than the steps that find room, first with numbers, then with variables.
-    steps = compiling_steps(KVCache())
+    steps = compiling_steps(tb.KVCache())
     assert 1 in steps
     assert max(steps) <= 8
 
 
 @torch.no_grad()
 def test_a_block_with_a_cache_is_one_graph_from_torch_2_14_on_and_refused_before():
-    block, cache, x = ModernDecoderBlock(D, H, G, D_FF), KVCache(), torch.randn(B, T, D)
+    block, cache, x = tb.ModernDecoderBlock(D, H, G, D_FF), tb.KVCache(), torch.randn(B, T, D)
     compiled = torch.compile(block, fullgraph=True, backend="eager")
     if TORCH >= (2, 14):  # the first to enter the `with` block of a class like KVCache
         torch.testing.assert_close(compiled(x, COS, SIN, kv_cache=cache), block(x, COS, SIN))
@@ -182,4 +169,4 @@ def test_a_block_with_a_cache_is_one_graph_from_torch_2_14_on_and_refused_before
 
 
 def test_training_through_a_cache_only_the_first_steps_of_64_compile():
-    assert compiling_steps(KVCache()) <= FIRST_STEPS  # it concatenates, whatever the length
+    assert compiling_steps(tb.KVCache()) <= FIRST_STEPS  # it concatenates, whatever the length

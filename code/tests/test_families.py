@@ -17,26 +17,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+import transformer_block as tb
 import transformers
 from torch import Tensor, nn
-from transformer_block import (
-    BranchNormDecoderBlock,
-    DecoderOnlyLM,
-    DenseFFN,
-    GatedFFN,
-    GPT2StyleDecoderLayer,
-    KVCache,
-    ModernDecoderBlock,
-    MoEFFN,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    ParallelDecoderBlock,
-    RMSNorm,
-    VanillaEncoderLayer2017,
-    VanillaSeq2SeqDecoderLayer2017,
-    attend,
-    build_rope_cache,
-)
 from transformers.models.bart.modeling_bart import BartDecoderLayer
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
@@ -89,9 +72,9 @@ class Family(NamedTuple):
 # =============================================================================================
 
 
-def lm(make_block: Callable[[int], nn.Module], **options) -> DecoderOnlyLM:
+def lm(make_block: Callable[[int], nn.Module], **options) -> tb.DecoderOnlyLM:
     options = {"max_len": MAX_LEN, "rope_dim": D_H, "tie_embeddings": False, "eps": EPS} | options
-    return DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, make_block=make_block, **options)
+    return tb.DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, make_block=make_block, **options)
 
 
 def layer_norm_lm(
@@ -118,7 +101,7 @@ class LearnedPositions(nn.Module):
         ids: Tensor,
         *,
         key_padding_mask: Tensor | None = None,
-        kv_caches: list[KVCache] | None = None,
+        kv_caches: list[tb.KVCache] | None = None,
     ) -> Tensor:
         start = 0 if kv_caches is None else kv_caches[0].next_pos
         x = self.embedding(ids) + self.positions.weight[start : start + ids.shape[1]]
@@ -173,21 +156,21 @@ def yarn_share(frequencies: Tensor) -> Tensor:
     return 1 - ((torch.arange(R // 2) - low) / (high - low)).clamp(0, 1)
 
 
-def mha(n_kv_heads: int = G, **options) -> MultiHeadAttention:
+def mha(n_kv_heads: int = G, **options) -> tb.MultiHeadAttention:
     options = {"rope": True, "norm_eps": EPS} | options
-    return MultiHeadAttention(D, H, n_kv_heads, **options)
+    return tb.MultiHeadAttention(D, H, n_kv_heads, **options)
 
 
-def modern(_layer: int = 0, **options) -> ModernDecoderBlock:
-    return ModernDecoderBlock(D, H, G, D_FF, eps=EPS, **options)
+def modern(_layer: int = 0, **options) -> tb.ModernDecoderBlock:
+    return tb.ModernDecoderBlock(D, H, G, D_FF, eps=EPS, **options)
 
 
-def branch(_layer: int = 0, **options) -> BranchNormDecoderBlock:
-    return BranchNormDecoderBlock(D, H, G, D_FF, eps=EPS, **options)
+def branch(_layer: int = 0, **options) -> tb.BranchNormDecoderBlock:
+    return tb.BranchNormDecoderBlock(D, H, G, D_FF, eps=EPS, **options)
 
 
-def parallel(_layer: int = 0, **options) -> ParallelDecoderBlock:
-    return ParallelDecoderBlock(D, H, G, D_FF, eps=EPS, **options)
+def parallel(_layer: int = 0, **options) -> tb.ParallelDecoderBlock:
+    return tb.ParallelDecoderBlock(D, H, G, D_FF, eps=EPS, **options)
 
 
 def layer_norm(bias: bool = True) -> nn.LayerNorm:
@@ -195,32 +178,32 @@ def layer_norm(bias: bool = True) -> nn.LayerNorm:
 
 
 def cohere(rope: bool) -> nn.Module:
-    block = parallel(attn=mha(rope=rope), ffn=GatedFFN(D, D_FF))
+    block = parallel(attn=mha(rope=rope), ffn=tb.GatedFFN(D, D_FF))
     return with_parts(block, norm=layer_norm(bias=False))
 
 
-def gemma_ffn() -> GatedFFN:
-    return GatedFFN(D, D_FF, act=tanh_gelu)
+def gemma_ffn() -> tb.GatedFFN:
+    return tb.GatedFFN(D, D_FF, act=tanh_gelu)
 
 
 def gemma3(layer: int) -> nn.Module:
     """Local layers take the shell's tables, global ones their own with a larger base."""
     block = branch(attn=mha(head_dim=WIDE, qk_norm=True, scale=0.2), ffn=gemma_ffn())
-    return block if layer == 0 else with_tables(block, *build_rope_cache(MAX_LEN, WIDE, 1e6))
+    return block if layer == 0 else with_tables(block, *tb.build_rope_cache(MAX_LEN, WIDE, 1e6))
 
 
 def olmo2(_layer: int) -> nn.Module:
     """Output norms only, and q and k normed over all heads together, before they are split."""
     attn = mha()
     for name, width in (("q_proj", H * D_H), ("k_proj", G * D_H)):
-        normed = nn.Sequential(getattr(attn, name), RMSNorm(width, EPS))
+        normed = nn.Sequential(getattr(attn, name), tb.RMSNorm(width, EPS))
         with_parts(attn, **{name: normed})
     return with_parts(branch(attn=attn), attn_pre_norm=nn.Identity(), ffn_pre_norm=nn.Identity())
 
 
 def deepseek(q_rank: int | None) -> nn.Module:
     widths = {"kv_rank": KV_RANK, "rope_dim": R, "nope_dim": NOPE, "v_dim": 14, "q_rank": q_rank}
-    return modern(attn=MultiHeadLatentAttention(D, H, **widths))
+    return modern(attn=tb.MultiHeadLatentAttention(D, H, **widths))
 
 
 # =============================================================================================
@@ -365,7 +348,7 @@ FAMILIES = {
         "bert",
         {},
         lambda: LearnedPositions(
-            lambda: VanillaEncoderLayer2017(D, H, D_FF, act=F.gelu, eps=EPS), encoder=True
+            lambda: tb.VanillaEncoderLayer2017(D, H, D_FF, act=F.gelu, eps=EPS), encoder=True
         ),
         model_names(
             "encoder.layer",
@@ -393,7 +376,9 @@ FAMILIES = {
     "GPT-2": Family(
         "gpt2",
         {"n_inner": D_FF},
-        lambda: LearnedPositions(lambda: GPT2StyleDecoderLayer(D, H, D_FF, act=tanh_gelu, eps=EPS)),
+        lambda: LearnedPositions(
+            lambda: tb.GPT2StyleDecoderLayer(D, H, D_FF, act=tanh_gelu, eps=EPS)
+        ),
         gpt2_names(GPT2, positions="transformer.wpe"),
         float32="",
     ),
@@ -402,7 +387,7 @@ FAMILIES = {
         "gptj",
         {"n_inner": D_FF, "rotary_dim": R},
         lambda: layer_norm_lm(
-            lambda _: parallel(attn=mha(H), ffn=DenseFFN(D, D_FF, tanh_gelu, bias=True)),
+            lambda _: parallel(attn=mha(H), ffn=tb.DenseFFN(D, D_FF, tanh_gelu, bias=True)),
             head_bias=True,
             rope_dim=R,
         ),
@@ -424,7 +409,7 @@ FAMILIES = {
         PARTIAL,
         lambda: layer_norm_lm(
             lambda _: parallel(
-                attn=mha(H, bias=True), ffn=DenseFFN(D, D_FF, bias=True), shared_norm=False
+                attn=mha(H, bias=True), ffn=tb.DenseFFN(D, D_FF, bias=True), shared_norm=False
             ),
             rope_dim=R,
         ),
@@ -448,7 +433,7 @@ FAMILIES = {
         "phi",
         PARTIAL,
         lambda: layer_norm_lm(
-            lambda _: parallel(attn=mha(bias=True), ffn=DenseFFN(D, D_FF, tanh_gelu, bias=True)),
+            lambda _: parallel(attn=mha(bias=True), ffn=tb.DenseFFN(D, D_FF, tanh_gelu, bias=True)),
             head_bias=True,
             rope_dim=R,
         ),
@@ -631,14 +616,14 @@ FAMILIES = {
     "Mixtral with one expert": Family(
         "mixtral",
         {"num_local_experts": 1, "num_experts_per_tok": 1},
-        lambda: lm(lambda _: modern(ffn=MoEFFN(D, D_FF, 1))),
+        lambda: lm(lambda _: modern(ffn=tb.MoEFFN(D, D_FF, 1))),
         llama_names(QKVO | NORMS | expert_names(1)),
         float32=ALL_THREE + ", router",
     ),
     "Qwen3-MoE, top-1": Family(
         "qwen3_moe",
         {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": D_FF},
-        lambda: lm(lambda _: modern(attn=mha(qk_norm=True), ffn=MoEFFN(D, D_FF, 3))),
+        lambda: lm(lambda _: modern(attn=mha(qk_norm=True), ffn=tb.MoEFFN(D, D_FF, 3))),
         llama_names(QKVO | NORMS | QK_NORM | expert_names(3)),
         float32=ALL_THREE + ", router",
     ),
@@ -780,7 +765,7 @@ def token_ids() -> Tensor:
 
 def our_cached_pass(ours: nn.Module, ids: Tensor, keep: Tensor | None = None) -> Tensor:
     """Prefill, then token by token."""
-    caches, outputs = [KVCache() for _ in ours.blocks], []
+    caches, outputs = [tb.KVCache() for _ in ours.blocks], []
     for piece in ids.split((PREFILL, *[1] * (T - PREFILL)), dim=1):
         seen = None if keep is None else keep[:, : caches[0].next_pos + piece.shape[1]]
         outputs.append(ours(piece, kv_caches=caches, key_padding_mask=seen))
@@ -847,7 +832,7 @@ def test_bart_decoder_layer():
     for ours_attn, theirs_attn in (("self_attn", "self_attn"), ("cross_attn", "encoder_attn")):
         for ours_name, theirs_name in zip("qkvo", ("q", "k", "v", "out")):
             names[f"{ours_attn}.{ours_name}_proj"] = f"{theirs_attn}.{theirs_name}_proj"
-    ours = load(VanillaSeq2SeqDecoderLayer2017(D, H, D_FF, act=F.gelu), theirs, names)
+    ours = load(tb.VanillaSeq2SeqDecoderLayer2017(D, H, D_FF, act=F.gelu), theirs, names)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(B, T, D, generator=generator, dtype=torch.float64)
     memory = torch.randn(B, 7, D, generator=generator, dtype=torch.float64)
@@ -875,8 +860,8 @@ def test_switch_router_and_experts():
     )
     theirs = randomise(switch.SwitchTransformersSparseMLP(config))
     theirs.router.dtype = torch.float64
-    ours = MoEFFN(D, D_FF, n_experts=3)
-    ours.experts = nn.ModuleList(DenseFFN(D, D_FF, act=F.relu) for _ in range(3))
+    ours = tb.MoEFFN(D, D_FF, n_experts=3)
+    ours.experts = nn.ModuleList(tb.DenseFFN(D, D_FF, act=F.relu) for _ in range(3))
     experts = {"experts.*.up": "experts.expert_*.wi", "experts.*.down": "experts.expert_*.wo"}
     load(ours, theirs, {"router": "router.classifier"} | experts)
     x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -910,8 +895,13 @@ NOT_EXPRESSIBLE = {
 @pytest.mark.parametrize(
     ("family", "error", "message", "attempt"),
     [
-        ("T5", TypeError, "keep", lambda: attend(*torch.ones(3, 1, H, T, D_H), torch.ones(T, T))),
-        ("Mixtral", NotImplementedError, "top_k", lambda: MoEFFN(D, D_FF, 4, top_k=2)),
+        (
+            "T5",
+            TypeError,
+            "keep",
+            lambda: tb.attend(*torch.ones(3, 1, H, T, D_H), torch.ones(T, T)),
+        ),
+        ("Mixtral", NotImplementedError, "top_k", lambda: tb.MoEFFN(D, D_FF, 4, top_k=2)),
         (
             "Command-R+",
             RuntimeError,

@@ -9,20 +9,8 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+import transformer_block as tb
 from torch import nn
-from transformer_block import (
-    BranchNormDecoderBlock,
-    DecoderOnlyLM,
-    GatedFFN,
-    KVCache,
-    ModernDecoderBlock,
-    MoEFFN,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    ParallelDecoderBlock,
-    next_token_loss,
-    pick_next_token,
-)
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -35,7 +23,7 @@ def make(seed=0, std=0.5, **options):
     """A model in float64, every parameter drawn anew with std."""
     torch.manual_seed(seed)
     options = {"max_len": MAX_LEN} | options
-    model = DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options).double()
+    model = tb.DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=std)
@@ -51,19 +39,22 @@ def padded(prompts):
 
 
 BLOCKS = {
-    "modern": lambda layer: ModernDecoderBlock(D, H, G, D_FF),
-    "branch norm": lambda layer: BranchNormDecoderBlock(D, H, G, D_FF),
-    "parallel": lambda layer: ParallelDecoderBlock(D, H, G, D_FF),
-    "parallel rotated": lambda layer: ParallelDecoderBlock(
-        D, attn=MultiHeadAttention(D, H, G, rope=True), ffn=GatedFFN(D, D_FF), shared_norm=False
+    "modern": lambda layer: tb.ModernDecoderBlock(D, H, G, D_FF),
+    "branch norm": lambda layer: tb.BranchNormDecoderBlock(D, H, G, D_FF),
+    "parallel": lambda layer: tb.ParallelDecoderBlock(D, H, G, D_FF),
+    "parallel rotated": lambda layer: tb.ParallelDecoderBlock(
+        D,
+        attn=tb.MultiHeadAttention(D, H, G, rope=True),
+        ffn=tb.GatedFFN(D, D_FF),
+        shared_norm=False,
     ),
-    "latent": lambda layer: ModernDecoderBlock(
+    "latent": lambda layer: tb.ModernDecoderBlock(
         D,
         d_ff=D_FF,
-        attn=MultiHeadLatentAttention(D, H, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2),
+        attn=tb.MultiHeadLatentAttention(D, H, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2),
     ),
-    "experts in every second layer": lambda layer: ModernDecoderBlock(
-        D, H, G, D_FF, ffn=MoEFFN(D, D_FF) if layer % 2 else None
+    "experts in every second layer": lambda layer: tb.ModernDecoderBlock(
+        D, H, G, D_FF, ffn=tb.MoEFFN(D, D_FF) if layer % 2 else None
     ),
 }
 
@@ -147,7 +138,7 @@ def test_make_block_is_called_with_each_layer_and_what_it_returns_is_used():
 
     def make_block(layer):
         asked.append(layer)
-        made.append(ModernDecoderBlock(D, H, G, D_FF))
+        made.append(tb.ModernDecoderBlock(D, H, G, D_FF))
         return made[-1]
 
     model = make(make_block=make_block)
@@ -157,8 +148,8 @@ def test_make_block_is_called_with_each_layer_and_what_it_returns_is_used():
 
 def test_rope_dim_is_the_width_of_the_tables():
     def wide(layer):
-        return ModernDecoderBlock(
-            D, d_ff=D_FF, attn=MultiHeadAttention(D, H, G, head_dim=8, rope=True)
+        return tb.ModernDecoderBlock(
+            D, d_ff=D_FF, attn=tb.MultiHeadAttention(D, H, G, head_dim=8, rope=True)
         )
 
     logits = make(make_block=wide, rope_dim=8)(torch.arange(5)[None])
@@ -206,7 +197,7 @@ def test_model_trains_after_inference_mode(what, device):
 def test_narrow_integer_ids_are_ids(dtype):
     """A continuation or a vocabulary past the range of the dtype must not wrap around."""
     torch.manual_seed(0)
-    model = DecoderOnlyLM(700, D, 1, H, G, D_FF, max_len=MAX_LEN)
+    model = tb.DecoderOnlyLM(700, D, 1, H, G, D_FF, max_len=MAX_LEN)
     with torch.no_grad():
         model.embedding.weight[600] *= 100  # the likeliest token after itself
     wide = torch.tensor([[5, 100, 7]])
@@ -217,7 +208,7 @@ def test_narrow_integer_ids_are_ids(dtype):
     assert model.generate(wide.to(dtype), 0).dtype == torch.int64
     logits = torch.randn(1, 3, 700)
     loss = F.cross_entropy(logits[0, :2], wide[0, 1:])
-    torch.testing.assert_close(next_token_loss(logits, wide.to(dtype)), loss)
+    torch.testing.assert_close(tb.next_token_loss(logits, wide.to(dtype)), loss)
 
 
 # =============================================================================================
@@ -292,7 +283,7 @@ def test_gradient_of_a_tied_weight_is_that_of_both_uses():
     untied.load_state_dict(tied.state_dict())
     ids = torch.arange(10).view(2, 5)
     for model in (tied, untied):
-        next_token_loss(model(ids), ids).backward()
+        tb.next_token_loss(model(ids), ids).backward()
     both = untied.embedding.weight.grad + untied.lm_head.weight.grad
     torch.testing.assert_close(tied.embedding.weight.grad, both, rtol=0, atol=1e-12)
     assert untied.embedding.weight.grad[15].abs().max() == 0
@@ -302,13 +293,13 @@ def test_gradient_of_a_tied_weight_is_that_of_both_uses():
 @pytest.mark.parametrize("tie", [True, False])
 def test_embedding_starts_as_a_narrow_normal_and_the_loss_near_ln_v(tie):
     torch.manual_seed(0)
-    model = DecoderOnlyLM(997, 96, tie_embeddings=tie, max_len=64)
+    model = tb.DecoderOnlyLM(997, 96, tie_embeddings=tie, max_len=64)
     weight = model.embedding.weight
     assert abs(weight.mean()) < 2e-4
     assert abs(weight.std() - 0.02) < 2e-4
     assert weight.abs().max() > 3 * 0.02
     ids = torch.randint(0, 997, (4, 64))
-    assert abs(next_token_loss(model(ids), ids) - math.log(997)) < 0.25
+    assert abs(tb.next_token_loss(model(ids), ids) - math.log(997)) < 0.25
 
 
 # =============================================================================================
@@ -329,15 +320,15 @@ def test_loss_is_the_shifted_cross_entropy_of_real_pairs(dtype):
                 if mask is None or (mask[b, t] and mask[b, t + 1]):
                     row = logits[b, t].double()
                     losses.append(row.logsumexp(0) - row[ids[b, t + 1]])
-        got = next_token_loss(logits, ids, mask)
+        got = tb.next_token_loss(logits, ids, mask)
         torch.testing.assert_close(got.double(), sum(losses) / len(losses), rtol=0, atol=1e-5)
 
 
 def test_loss_without_a_pair_is_zero_with_a_finite_gradient():
     for B, T in ((2, 0), (2, 1), (0, 4)):
-        assert next_token_loss(torch.zeros(B, T, V), torch.zeros(B, T).long()) == 0
+        assert tb.next_token_loss(torch.zeros(B, T, V), torch.zeros(B, T).long()) == 0
     logits = torch.randn(2, 3, V, requires_grad=True)
-    loss = next_token_loss(logits, torch.zeros(2, 3).long(), torch.zeros(2, 3).bool())
+    loss = tb.next_token_loss(logits, torch.zeros(2, 3).long(), torch.zeros(2, 3).bool())
     loss.backward()
     assert loss == 0
     assert logits.grad.abs().max() == 0
@@ -348,7 +339,7 @@ def test_padding_with_infinite_logits_does_not_spoil_the_loss():
     logits[0, 0] = math.nan
     ids, keep = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 1, 1]]).bool()
     logits.requires_grad_()
-    loss = next_token_loss(logits, ids, keep)
+    loss = tb.next_token_loss(logits, ids, keep)
     assert loss.isfinite()
     torch.testing.assert_close(loss, F.cross_entropy(logits[0, 1:3], ids[0, 2:]))
 
@@ -398,7 +389,7 @@ def test_draws_follow_the_distribution_written_out(temperature, options, dtype):
     n = 20000
     logits = torch.tensor(LOGITS, dtype=dtype).expand(n, -1)
     generator = torch.Generator().manual_seed(0)
-    tokens = pick_next_token(logits, temperature, generator=generator, **options)
+    tokens = tb.pick_next_token(logits, temperature, generator=generator, **options)
     assert (tokens.shape, tokens.dtype) == ((n, 1), torch.int64)
     shares = tokens.flatten().bincount(minlength=len(LOGITS)) / n
     wanted = allowed_probabilities(LOGITS, max(temperature, 1e-30), **options)
@@ -412,22 +403,23 @@ def test_draws_follow_the_distribution_written_out(temperature, options, dtype):
 )
 def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
     logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(4000, 3)
-    drawn = set(pick_next_token(logits, 1.0, top_p=top_p).flatten().tolist())
+    drawn = set(tb.pick_next_token(logits, 1.0, top_p=top_p).flatten().tolist())
     assert drawn == {1, 2, 0} if kept == 3 else drawn == {1, 2} if kept == 2 else drawn == {1}
 
 
 def test_top_p_counts_what_top_k_left():
     """0.4 of 0.9 is under 0.5, of 1.0 too; 0.7 of 0.9 reaches 0.75, of 1.0 it does not."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(8000, 4)
-    drawn = pick_next_token(logits, 1.0, 3, 0.75).unique().tolist()
+    drawn = tb.pick_next_token(logits, 1.0, 3, 0.75).unique().tolist()
     assert drawn == [0, 1]
-    assert pick_next_token(logits, 1.0, None, 0.75).unique().tolist() == [0, 1, 2]
+    assert tb.pick_next_token(logits, 1.0, None, 0.75).unique().tolist() == [0, 1, 2]
 
 
 def test_draw_is_repeated_by_its_generator_and_rows_are_independent():
     logits = torch.zeros(200, 50)
     first, again, other = (
-        pick_next_token(logits, 1.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+        tb.pick_next_token(logits, 1.0, generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -437,7 +429,7 @@ def test_draw_is_repeated_by_its_generator_and_rows_are_independent():
 def test_masked_tokens_are_never_drawn():
     logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf]).expand(500, 4)
     for options in ({}, {"top_p": 0.9}, {"top_k": 3}):
-        assert set(pick_next_token(logits, 1.0, **options).flatten().tolist()) <= {0, 2}
+        assert set(tb.pick_next_token(logits, 1.0, **options).flatten().tolist()) <= {0, 2}
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
@@ -445,7 +437,7 @@ def test_temperature_zero_is_argmax_and_touches_no_generator(generator):
     states = [torch.get_rng_state(), *([] if generator is None else [generator.get_state()])]
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0))
     best = [max(range(V), key=lambda i, row=row: row[i]) for row in logits.tolist()]
-    got = pick_next_token(logits, 0.0, top_k=3, top_p=0.5, generator=generator)
+    got = tb.pick_next_token(logits, 0.0, top_k=3, top_p=0.5, generator=generator)
     assert got.flatten().tolist() == best
     model = make()
     states[0] = torch.get_rng_state()
@@ -465,7 +457,7 @@ def test_own_generator_leaves_the_global_one_alone():
 def test_pick_next_token_leaves_its_logits_alone():
     logits = torch.randn(2, V)
     before = logits.clone()
-    pick_next_token(logits, 0.7, 3, 0.5)
+    tb.pick_next_token(logits, 0.7, 3, 0.5)
     assert torch.equal(logits, before)
 
 
@@ -726,19 +718,19 @@ def test_extreme_temperature_gives_tokens(temperature):
 
 
 def test_huge_finite_temperature_is_a_temperature():
-    tokens = pick_next_token(torch.tensor(LOGITS).expand(3000, 6), 1e30)
+    tokens = tb.pick_next_token(torch.tensor(LOGITS).expand(3000, 6), 1e30)
     assert tokens.unique().numel() == 6
 
 
 def test_huge_top_k_keeps_all():
-    tokens = pick_next_token(torch.zeros(3000, 6), 1.0, top_k=2**62)
+    tokens = tb.pick_next_token(torch.zeros(3000, 6), 1.0, top_k=2**62)
     assert tokens.unique().numel() == 6
 
 
 def test_forward_past_max_len_and_uneven_caches_are_refused():
     model = make()
     caches = model.new_caches()
-    assert [type(cache) for cache in caches] == [KVCache] * LAYERS
+    assert [type(cache) for cache in caches] == [tb.KVCache] * LAYERS
     model(torch.zeros(1, MAX_LEN, dtype=torch.long), kv_caches=caches)
     with pytest.raises(ValueError, match=f"max_len={MAX_LEN}"):
         model(torch.zeros(1, 1, dtype=torch.long), kv_caches=caches)
@@ -751,14 +743,14 @@ def test_forward_past_max_len_and_uneven_caches_are_refused():
 def test_caches_of_mixed_presence_are_refused_and_none_means_no_cache():
     model = make()
     assert torch.equal(model(IDS, kv_caches=None), model(IDS))
-    cache = KVCache()
-    model(IDS, kv_caches=[cache, KVCache()])
+    cache = tb.KVCache()
+    model(IDS, kv_caches=[cache, tb.KVCache()])
     with pytest.raises(ValueError, match="kv_caches"):
         model(IDS, kv_caches=[cache, None])
 
 
 def test_one_cache_for_two_layers_is_refused_by_name():
-    model, cache = make(), KVCache()
+    model, cache = make(), tb.KVCache()
     with pytest.raises(ValueError, match="kv_caches"):
         model(IDS, kv_caches=[cache, cache])
     assert cache.next_pos == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformer_block as tb
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,14 +22,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformer_block import (
-    KVCache,
-    ModernDecoderBlock,
-    MultiHeadAttention,
-    attend,
-    attend_fused,
-    build_rope_cache,
-)
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tensor_parallel.py"
 RANKS = 2
@@ -36,16 +29,16 @@ D, H, G, D_H, D_FF = 48, 8, 4, 6, 40
 B, PIECES = 2, [5, 1, 3, 1]  # a prompt, then a token, a chunk, a token
 COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.gate", "ffn.up")
 ROWS = ("attn.o_proj", "ffn.down")
-PATHS = {"explicit": attend, "fused": attend_fused}
+PATHS = {"explicit": tb.attend, "fused": tb.attend_fused}
 # fully_shard records events on streams, which those of a CPU know in newer versions of torch only.
 CPU_EVENTS = hasattr(torch.cpu.Stream, "record_event")
 
 
-def new_block(path=attend, n_kv_heads: int = G) -> ModernDecoderBlock:
+def new_block(path=tb.attend, n_kv_heads: int = G) -> tb.ModernDecoderBlock:
     """The same weights on every rank, norms included, which start as ones."""
     torch.manual_seed(0)
-    attn = MultiHeadAttention(D, H, n_kv_heads, rope=True, qk_norm=True, attend=path)
-    block = ModernDecoderBlock(D, H, n_kv_heads, D_FF, attn=attn).double()
+    attn = tb.MultiHeadAttention(D, H, n_kv_heads, rope=True, qk_norm=True, attend=path)
+    block = tb.ModernDecoderBlock(D, H, n_kv_heads, D_FF, attn=attn).double()
     for parameter in block.parameters():
         if parameter.dim() == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -61,7 +54,7 @@ def split_block(block: nn.Module, mesh) -> nn.Module:
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
     x = torch.randn(B, sum(PIECES), D, dtype=torch.float64)
-    return x, *build_rope_cache(sum(PIECES), D_H)
+    return x, *tb.build_rope_cache(sum(PIECES), D_H)
 
 
 def gathered(parameter: Tensor) -> Tensor:
@@ -73,7 +66,7 @@ def tensor_parallel(mesh, path) -> dict:
     block = split_block(new_block(path), mesh)
     out = block(x, cos, sin)
     out.square().mean().backward()
-    cache = KVCache()
+    cache = tb.KVCache()
     with torch.no_grad():
         pieces = x.split(PIECES, dim=1)
         decoded = torch.cat([block(piece, cos, sin, kv_cache=cache) for piece in pieces], dim=1)
@@ -84,7 +77,7 @@ def tensor_parallel(mesh, path) -> dict:
 
 def too_many_ranks(mesh) -> str:
     x, cos, sin = inputs()
-    cache = KVCache()
+    cache = tb.KVCache()
     try:
         split_block(new_block(n_kv_heads=1), mesh)(x, cos, sin, kv_cache=cache)
     except ValueError as error:
@@ -144,7 +137,7 @@ def test_split_over_ranks_the_block_gives_the_same(ranks, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_each_rank_caches_its_half_of_the_kv_heads(ranks, path):
     x, cos, sin = inputs()
-    whole = KVCache()
+    whole = tb.KVCache()
     new_block()(x, cos, sin, kv_cache=whole)
     for name, expected in (("k", whole.k), ("v", whole.v)):
         halves = [seen[path][name] for seen in ranks]

@@ -2,11 +2,11 @@
 
 import re
 
-import faults
+import planted_faults
 import pytest
 import torch
 
-NOTES = faults.NOTES.read_text(encoding="utf-8")
+NOTES = planted_faults.NOTES.read_text(encoding="utf-8")
 DRILL = re.compile(r"^\*\*Drill \d+\..*?^</details>$", re.M | re.S)
 DRILLS = DRILL.findall(NOTES.partition("## §11")[2])
 
@@ -20,37 +20,42 @@ def pieces(text: str) -> list[str]:
 
 
 def test_names_are_unique_and_there_are_enough():
-    assert len(faults.BY_NAME) == len(faults.FAULTS) >= 40
+    assert len(planted_faults.BY_NAME) == len(planted_faults.FAULTS) >= 40
 
 
 def test_script_without_a_fault_passes():
-    assert not faults.failing(None)
+    assert not planted_faults.failing(None)
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", planted_faults.FAULTS, ids=lambda fault: fault.name)
 def test_a_demo_turns_fail_by_comparison(fault):
-    assert faults.failing(fault, compared=True), faults.explain(fault)
+    assert planted_faults.failing(fault, compared=True), planted_faults.explain(fault)
 
 
 def test_table_in_the_notes_is_the_measured_one():
-    assert faults.TABLE.findall(NOTES) == [faults.table()], "python code/tests/faults.py --write"
+    assert planted_faults.TABLE.findall(NOTES) == [planted_faults.table()], (
+        "python code/tests/planted_faults.py --write"
+    )
 
 
 @pytest.mark.parametrize("drill", DRILLS, ids=range(1, len(DRILLS) + 1))
 def test_drill_shows_a_fault_of_the_catalogue_and_demos_that_see_it(drill):
     question, answer = drill.split("<details>")
-    fault = faults.BY_NAME[re.search(r"Fault `([a-z0-9-]+)`", answer)[1]]
-    (right,), (wrong,) = pieces(faults.parts()[1][fault.place]), pieces(faults.patched(fault))
+    fault = planted_faults.BY_NAME[re.search(r"Fault `([a-z0-9-]+)`", answer)[1]]
+    (right,), (wrong,) = (
+        pieces(planted_faults.parts()[1][fault.place]),
+        pieces(planted_faults.patched(fault)),
+    )
     (shown,) = re.findall(r"```text\n(.*?)```", question, re.S)
     assert all(piece in wrong for piece in pieces(shown))
-    known = faults.parts()[1][fault.place].splitlines()
+    known = planted_faults.parts()[1][fault.place].splitlines()
     assert not set(map(str.strip, shown.splitlines())) <= {*map(str.strip, known), "…"}
     (change,) = re.findall(r"```diff\n(.*?)```", answer, re.S)
     for sign, source in (("-", wrong), ("+", right)):
         lines = [line[1:] for line in change.splitlines() if line.startswith(sign)]
         assert all(piece in source for piece in pieces("\n".join(lines)))
     named = re.findall(r"\[(D\d\d)\]", answer)
-    assert named and set(named) <= set(faults.failing(fault))
+    assert named and set(named) <= set(planted_faults.failing(fault))
 
 
 def test_there_are_ten_drills():

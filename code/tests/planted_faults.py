@@ -1,7 +1,7 @@
 """Faults to plant in the script: what each changes, what one would see, which demos turn FAIL.
 
-python3 code/tests/faults.py              the table of the notes, measured
-python3 code/tests/faults.py NAME ...     the change a fault makes, and what the demos say
+python3 code/tests/planted_faults.py              the table of the notes, measured
+python3 code/tests/planted_faults.py NAME ...     the change a fault makes, and what the demos say
 """
 
 import ast
