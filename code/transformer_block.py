@@ -1964,8 +1964,8 @@ def check_generation(device: str) -> dict[str, bool]:
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(
-            self, call: Callable, _: object, args: tuple, options: dict
-        ) -> Tensor:
+            self, call: Callable, _: object, args: tuple, options: object = None
+        ):
             drawn_from.extend(args[:1] if call is torch.multinomial else [])
             return call(*args, **(options or {}))
 
