@@ -15,18 +15,25 @@ channel i + r/2 (half-split); the other layout pairs 2i with 2i + 1.
 
 import argparse
 import ast
+import atexit
 import copy
+import difflib
 import functools
 import gc
+import importlib.util
 import inspect
 import itertools
 import math
 import operator
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
+    sys.exit("transformer_block.py needs torch; to install it: python3 -m pip install torch")
 
 import torch
 import torch.nn.functional as F
@@ -2945,37 +2952,68 @@ def main_demos() -> dict[str, Callable]:
     }
 
 
+def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast.AST]], list]:
+    """Text and syntax tree of each definition in this file, or zip, by name; and its imports."""
+    file, spec = Path(globals().get("__file__", ".")), globals().get("__spec__")
+    try:
+        source = file.read_text("utf-8") if file.is_file() else spec.loader.get_source(spec.name)
+        lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    except (AttributeError, ImportError, UnicodeDecodeError):  # from a pipe, or bytecode alone
+        parser.error("this prints from the script's file, and the script was not run from a file")
+    definitions, imports = {}, []
+    for node in tree.body:
+        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
+            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+                name = part.name if part is node else f"{node.name}.{part.name}"
+                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
+                text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
+                definitions[name] = text, part
+    return definitions, imports
+
+
+def main_name(parser: argparse.ArgumentParser, kind: str, given: str, names: Iterable[str]) -> str:
+    """The name that is meant, in any case; an error with the nearest, or the public ones."""
+    known, word = {name.lower(): name for name in names}, given.lower()
+    if word in known:
+        return known[word]
+    if kind == "name" and word.upper() in main_demos():
+        demo = word.upper()
+        parser.error(f"{demo} is a demo: {demo} alone runs it, --show demo_{demo} prints it")
+    ours = {n.lower() for n, v in globals().items() if getattr(v, "__module__", "") == __name__}
+    if kind == "demo" and word.partition(".")[0] in ours:
+        parser.error(f"{given} is no demo; to print it: --show {given}")
+    helpers = ("demo_", "check_", "reference_", "main", "require_", "_")
+    public = [name for name in known if not name.startswith(helpers)]
+    near = [name for name in public if word in name and len(word) > 2]
+    near = [*dict.fromkeys(near + difflib.get_close_matches(word, public))][:5]
+    hints = [f"nearest: {', '.join(known[name] for name in near)}"] if near else []
+    if kind == "demo" or not near:
+        hints += [f"known: {', '.join(known[name] for name in public if '.' not in name)}"]
+    parser.error(f"unknown {kind} {given}; {'; '.join(hints)}")
+
+
 def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
-    """The imports and definitions that the named ones need, in the order of this file."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    lines, tree = source.splitlines(), ast.parse(source)
-    definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    for name in names:
-        if name not in definitions:
-            parser.error(f"unknown name {name}; known: {', '.join(definitions)}")
+    """The imports and definitions that the named ones need, in this file's order; then methods."""
+    definitions, imports = main_file(parser)
+    names = [main_name(parser, "name", name, definitions) for name in names]
 
-    def used(node: ast.AST) -> set[str]:
-        return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    def used(name: str) -> set[str]:
+        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
 
-    needed, queue = set(), list(names)
+    needed, queue = set(), [name for name in names if "." not in name]
     while queue:
         name = queue.pop()
         if name not in needed:
             needed.add(name)
-            queue += used(definitions[name]) & definitions.keys()
-    chosen = [node for name, node in definitions.items() if name in needed]
-    words = set().union(*map(used, chosen))
-    imports = []
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
-            if node.names:
-                imports.append(ast.unparse(node))
-    texts = [
-        "\n".join(lines[min([n.lineno, *(d.lineno for d in n.decorator_list)]) - 1 : n.end_lineno])
-        for n in chosen
-    ]
-    return "\n\n\n".join(["\n".join(imports), *texts]) + "\n"
+            queue += used(name) & definitions.keys()
+    words, header = set().union(*map(used, needed)), ""
+    for node in imports:
+        node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
+        header += f"{ast.unparse(node)}\n" if node.names else ""
+    chosen = [name for name in definitions if name in needed] + [n for n in names if "." in n]
+    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
+    return "\n\n".join([header, *texts] if header else texts)
 
 
 def main_verdict(demo: Callable, device: str) -> tuple[bool, str]:
@@ -3000,43 +3038,69 @@ def main_run(demos: dict[str, Callable], device: str, closing: str) -> int:
     return 1 if failed else 0
 
 
+def main_answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Do what the options ask for; the exit status."""
+    demos = main_demos()
+    ids = [main_name(parser, "demo", name, demos) for name in options.ids]
+    asked = {"--list": options.list, "--show": options.show, "--device": options.device}
+    asked = [name for name, value in {**asked, "demo ids": ids}.items() if value]
+    if len(asked) > 1 and asked[0] != "--device":
+        parser.error(f"{' and '.join(asked)} exclude each other: give one of them")
+    if options.show:
+        print(main_source(parser, options.show), end="")
+        return 0
+    if options.list:
+        claims = [demo.__doc__ for demo in demos.values()]
+        if None in claims:  # under -OO they stand in the file alone
+            trees = {name: tree for name, (_, tree) in main_file(parser)[0].items()}
+            claims = [ast.get_docstring(trees[demo.__name__]) for demo in demos.values()]
+        print("\n".join(map("  ".join, zip(demos, claims))))
+        return 0
+    device = options.device or "cpu"
+    try:
+        torch.ones(1, device=device).item()
+    except Exception as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        parser.error(f"no device {device}: {reason}")
+    closing = "" if ids else "all transformer block sanity checks passed ✓"
+    return main_run({name: demos[name] for name in ids or demos}, device, closing)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; returns the exit status."""
+    """Do what the command line asks for; returns the exit status, 2 for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="transformer_block.py", description="Transformer blocks, proved by fifteen demos."
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="demos to run (default: D01 to D15)")
-    parser.add_argument("--list", action="store_true", help="a line for each demo: what it proves")
-    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default: cpu)")
+    add = parser.add_argument
+    add("ids", nargs="*", metavar="ID", help="demos to run (default: D01 to D15)")
+    add("--list", action="store_true", help="a line for each demo: what it proves")
+    add("--show", nargs="+", action="extend", default=[], metavar="NAME",
+        help="source of a definition with all that it needs, or of Class.method")  # fmt: skip
+    add("--device", help="cpu, cuda or mps (default: cpu)")
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without ✓ and Δ must not stop the run
-            stream.reconfigure(errors="replace")
-    options, demos = parser.parse_args(argv), main_demos()
-    gc.freeze()  # a collection would walk the half million objects that importing torch leaves
-    for name in options.ids:
-        if name not in demos:
-            parser.error(f"unknown demo {name}; known: {', '.join(demos)}")
+    streams = [s for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")]
+    errors, thawed = [stream.errors for stream in streams], gc.get_freeze_count() == 0
+    for stream in streams:
+        stream.reconfigure(errors="replace")  # a terminal without ✓ and Δ must not stop the run
+    if thawed:
+        gc.freeze()  # a collection would walk the half million objects that importing torch leaves
     try:
-        torch.ones(1, device=options.device).item()
-    except Exception as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]
-        parser.error(f"no device {options.device}: {reason}")
-    try:
-        if options.list:
-            print("\n".join(f"{name}  {demo.__doc__}" for name, demo in demos.items()), flush=True)
-            return 0
-        if options.show:
-            print(main_source(parser, options.show), end="", flush=True)
-            return 0
-        closing = "" if options.ids else "all transformer block sanity checks passed ✓"
-        chosen = {name: demos[name] for name in options.ids or demos}
-        return main_run(chosen, options.device, closing)
+        try:
+            status = main_answer(parser, parser.parse_args(argv))
+        except SystemExit as stop:  # --help, and wrong calls
+            status = stop.code
+        print(end="", flush=True)
     except BrokenPipeError:  # the reader has gone, as in `… | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
+    finally:
+        if thawed:
+            gc.unfreeze()
+        for stream, before in zip(streams, errors):
+            stream.reconfigure(errors=before)
+    return status
 
 
 if __name__ == "__main__":
+    atexit.register(gc.freeze)  # nor need the interpreter walk them on its way out
     sys.exit(main())
