@@ -1101,23 +1101,24 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    came = "bool" if tensor.dtype == torch.bool else "integer"
-    came = "floating" if tensor.is_floating_point() else came
-    if came != kind or tensor.is_complex():
-        raise TypeError(f"{name} must have a {kind} dtype, got {tensor.dtype}")
-    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else tensor.dtype
-    if like != tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise TypeError(f"{name} must be {like} as the weights are, got {tensor.dtype}")
-    wanted, sizes = shape, tensor.shape
+    dtype, sizes = tensor.dtype, tensor.shape
+    came = "bool" if dtype == torch.bool else "integer"
+    came = "floating" if dtype.is_floating_point else came
+    if came != kind or dtype.is_complex:
+        raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
+    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else dtype
+    if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
+    wanted = shape
     if shape[0] is ...:
-        wanted = shape[1:]
-        sizes = tensor.shape[tensor.dim() - len(wanted) :]
-    if len(wanted) != len(sizes) or any(
-        want != have and not isinstance(want, str) for want, have in zip(wanted, sizes)
-    ):
+        wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
+    fits = len(wanted) == len(sizes)
+    for want, have in zip(wanted, sizes):
+        fits = fits and (want == have or isinstance(want, str))
+    if not fits:
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
-        raise ValueError(f"{name} must have shape [{axes}], got {list(tensor.shape)}")
-    return tensor.shape
+        raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
+    return sizes
 
 
 def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
