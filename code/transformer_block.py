@@ -302,12 +302,13 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     if logit_softcap is not None:
         raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
-    # The kernel's own causal path sets the first query beside the first key: right for T = S alone.
-    is_causal = causal and keep is None and T == S > 1
-    if causal and T > 1 and not is_causal:
-        keep = without_later_keys(keep, T, S, q.device)
+    is_causal = False
     if T == 1:  # as rows of one head a group's queries read each key once, not H/G times
         q = q.reshape(B, G, H // G, head_dim)  # (B, G, H/G, head_dim)
+    elif causal and keep is None and T == S:
+        is_causal = True  # the kernel sets the first query beside the first key
+    elif causal:
+        keep = without_later_keys(keep, T, S, q.device)
     out = F.scaled_dot_product_attention(
         q, k, v, keep, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != G
     )
