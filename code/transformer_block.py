@@ -329,7 +329,7 @@ class SinkAttention(nn.Module):
         (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
         if len(self.sinks) != H:
             raise ValueError(f"n_q_heads={len(self.sinks)} sinks need as many query heads, got {H}")
-        if causal and T > 1:
+        if causal:
             keep = without_later_keys(keep, T, S, q.device)
         q = q * (head_dim**-0.5 if scale is None else scale)
         scores = q.reshape(B, G, H // G * T, head_dim) @ k.mT  # (B, G, H/G*T, S)
@@ -340,7 +340,7 @@ class SinkAttention(nn.Module):
         scores = scores.view(B, H, T, S)
         if keep is not None:
             scores = scores.masked_fill(~keep, -math.inf)
-        sinks = self.sinks.to(scores.dtype)[:, None, None].expand(B, H, T, 1)
+        sinks = self.sinks[:, None, None].expand(B, H, T, 1)
         weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :S]  # (B, H, T, S)
         out = weights.to(v.dtype).reshape(B, G, H // G * T, S) @ v  # (B, G, H/G*T, d_v)
         return out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
@@ -716,11 +716,11 @@ class SoftmaxRouter(nn.Module):
     def best_experts(self, scores: Tensor, group_best: int) -> Tensor:
         """The top_k of scores in the groups whose group_best best sum highest: int64 [N, k]."""
         groups = scores.unflatten(1, (self.n_groups, -1))  # (N, n_groups, E/n_groups)
-        best = groups.topk(min(group_best, groups.shape[2]), dim=2).values.sum(dim=2)
-        kept = best.topk(self.top_groups, dim=1).indices  # (N, top_groups)
+        best = groups.topk(min(group_best, groups.shape[2])).values.sum(dim=2)  # (N, n_groups)
+        kept = best.topk(self.top_groups).indices  # (N, top_groups)
         shut = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)  # (N, n_groups)
         scores = groups.masked_fill(shut[:, :, None], -math.inf).flatten(1)  # (N, E)
-        return scores.topk(self.top_k, dim=1).indices
+        return scores.topk(self.top_k).indices
 
     __getstate__ = MoEFFN.__getstate__
 
@@ -2580,7 +2580,7 @@ def check_experts(device: str) -> dict[str, bool]:
 def check_mixtures(device: str) -> dict[str, bool]:
     """Routers and mixtures against one token at a time, clamped experts, sinks in attention."""
     sizes, x, claims = (6, 8, 3), check_draw(2, 7, 6, device=device), {}
-    groups, whole = {"n_groups": 4, "top_groups": 2}, {"renormalise": False}
+    groups, whole = {"n_groups": 2, "top_groups": 1}, {"renormalise": False}
     for i, (kind, options) in enumerate(
         [
             (SoftmaxRouter, {"bias": True}),
@@ -2611,7 +2611,8 @@ def check_mixtures(device: str) -> dict[str, bool]:
         mean = [sum(row[e] / sum(row) for row in scores) / 7 for e in range(8)]
         balance = 8 * sum(n / 21 * p for n, p in zip(counts, mean))
         claims |= {
-            f"{i} new": new and biased == (i in (2, 3)),
+            f"{i} new": new and biased == (i in (2, 3)) and (router.router.bias is None) == (i > 0),
+            f"{i} options": all(vars(router).get(k, v) == v for k, v in options.items()),
             f"{i} experts": chosen.tolist() == [list(route) for route in routes],
             f"{i} weights": check_gap(weights, by_hand) < 1e-11,
             f"{i} counts": router.tokens_per_expert == counts,
@@ -2627,7 +2628,12 @@ def check_mixtures(device: str) -> dict[str, bool]:
     empty = router(x[0].abs())[0]  # scores that round to zero
     claims["no weight left"] = not empty.any() and router.aux_loss.item() == 0
     claims["copies"] = not copy.deepcopy(mixture).router.aux_loss.requires_grad
+    sink = SinkAttention(1).to(device)
+    nn.init.constant_(sink.sinks, 2049.0)
     for dtype in (torch.float16, torch.bfloat16):
+        score = torch.full((1, 1, 1, 1), 2048.0, dtype=dtype, device=device)
+        one = torch.ones_like(score)  # 2049 is in neither dtype
+        claims[f"sink, {dtype}"] = abs(sink(score, one, one).item() - 1 / (1 + math.e)) < 1e-2
         half = MixtureFFN(SigmoidRouter(6, 2, 1), [GatedFFN(6, 5)] * 2).to(device, dtype)
         out, weights = half(x.to(dtype)), half.router(x[0].to(dtype))[0]
         same = out.dtype == weights.dtype == dtype
@@ -2635,30 +2641,30 @@ def check_mixtures(device: str) -> dict[str, bool]:
     half.router.selection_bias = torch.tensor([0.0, 1e-4], device=device)
     half.router.router.weight.data.zero_()  # both score 0.5, and 0.5001 is no bfloat16
     half(x.to(dtype))
+    with torch.autocast(x.device.type, torch.bfloat16):
+        claims["autocast"] = mixture.float()(x.float()).dtype == torch.float32
     claims["bias stays wide"] = half.router.tokens_per_expert == [0, 14]
 
-    q, k = check_draw(2, 4, 3, 5, device=device), check_draw(2, 2, 4, 5, device=device)
-    v, keep = check_draw(2, 2, 4, 6, device=device), reference_causal(3, 4, 3).repeat(2, 1, 1, 1)
+    q, k = check_draw(3, 4, 2, 5, device=device), check_draw(3, 2, 4, 5, device=device)
+    v, keep = check_draw(3, 2, 4, 6, device=device), reference_causal(2, 4, 3).repeat(3, 1, 1, 1)
     keep[0, 0, 1] = False  # a query without keys
     sink = SinkAttention(4).to(device)  # float32: may be wider than q
     claims["sinks start at zero"] = not sink.sinks.any()
     nn.init.uniform_(sink.sinks, -1, 1)
-    for causal, cap, mask in ((False, None, None), (True, None, None), (True, 1.5, keep)):
+    for options in ({}, {"causal": True, "scale": 0.3}, {"keep": keep, "logit_softcap": 1.5}):
         # A sink is one more key, of value zero, alone in a channel of its own, and not capped.
-        b = sink.sinks.double()[:, None, None].expand(2, 4, 3, 1)
-        wide_q = torch.cat((0.3 * q, b if cap is None else cap * (b / cap).atanh()), dim=3)
+        scale, cap = options.get("scale", 5**-0.5), options.get("logit_softcap")
+        b = sink.sinks.double()[:, None, None].expand(3, 4, 2, 1)
+        wide_q = torch.cat((scale * q, b if cap is None else cap * (b / cap).atanh()), dim=3)
         wide_k = F.pad(k, (0, 1, 1, 0))
         wide_k[:, :, 0, 5] = 1
-        seen = reference_causal(3, 4) if causal else torch.ones(3, 4, dtype=torch.bool)
-        seen = F.pad(seen if mask is None else seen & mask, (1, 0), value=True)
+        seen = reference_causal(2, 4) if options.get("causal") else torch.ones(2, 4).bool()
+        seen = F.pad(options.get("keep", seen), (1, 0), value=True)
         expected = reference_attention(wide_q, wide_k, F.pad(v, (0, 0, 1, 0)), seen, 1.0, cap)
-        given = None if mask is None else mask.to(device)
-        out = sink(q, k, v, given, causal=causal, scale=0.3, logit_softcap=cap)
-        claims[f"sinks {causal} {cap}"] = check_close(out, expected)
+        given = {name: o.to(device) if name == "keep" else o for name, o in options.items()}
+        out = sink(q, k, v, **given)
+        claims[f"sinks {[*options]}"] = check_close(out, expected)
     claims["sinks without a key"] = not out[0, :, 1].any()
-    halves = [sink(*(t.to(dtype) for t in (q, k, v))) for dtype in (torch.float16, torch.bfloat16)]
-    exact = sink(q, k, v)
-    claims["sinks in half"] = all(check_gap(half, exact) < 0.03 for half in halves)
 
     few = functools.partial(SoftmaxRouter, 4, 4)
     layer, router = ClampedGatedFFN(4, 4), SigmoidRouter(4, 4, 2)
@@ -2693,7 +2699,9 @@ def check_mixtures(device: str) -> dict[str, bool]:
             (ValueError, lambda: sink(q[:, :2], k, v), "n_q_heads=4", 2),
             (ValueError, lambda: sink(q, k, v, logit_softcap=0.0), "logit_softcap", 0.0),
             (ValueError, lambda: sink(q, k, v, scale=0.0), "scale", 0.0),
-            *((TypeError, functools.partial(f, half), "float16") for f in (layer, router, mixture)),
+            (TypeError, lambda: layer(half), "x must", "float16"),
+            (TypeError, lambda: router(half), "tokens must", "float16"),
+            (TypeError, lambda: mixture(half), "x must", "float16"),
         ]
     ):
         claims[f"mixtures {i} {words}"] = check_raises(error, call, *words)
