@@ -1577,6 +1577,17 @@ def check_refuses(call: Callable, free: str = "", same: Callable = lambda: True,
     return {f"{target.__qualname__} refuses {missed}": not missed}
 
 
+def check_table(table: str, names: dict, same: Callable = lambda: True) -> dict[str, bool]:
+    """Lines `call -> Error; word; …`: it must raise just that, say the words and change nothing."""
+    claims, state = {}, torch.get_rng_state()
+    for line in map(str.strip, table.strip().splitlines()):
+        call, _, expected = line.partition(" -> ")
+        error, *words = expected.split("; ")
+        raised = check_raises(eval(error), lambda: eval(call, {**globals(), **names}), *words)
+        claims[line] = raised and same() and torch.equal(state, torch.get_rng_state())
+    return claims
+
+
 def check_exact_device(device: str) -> str:
     """Where float64 can be computed: Apple's GPUs have no float64."""
     return "cpu" if torch.device(device).type == "mps" else device
@@ -2755,25 +2766,25 @@ def check_mixtures(device: str) -> dict[str, bool]:
     ):
         claims |= check_refuses(call, free, **good)
     half = torch.zeros(2, 4, dtype=torch.float16)
-    for i, (error, call, *words) in enumerate(
-        [
-            (ValueError, lambda: few(5), "top_k", 4, 5),
-            (ValueError, lambda: few(3, n_groups=2), "top_k", 2, 3),
-            (ValueError, lambda: few(1, n_groups=3), "n_groups=3", "n_experts=4"),
-            (ValueError, lambda: few(1, n_groups=2, top_groups=3), "top_groups", 2, 3),
-            (ValueError, lambda: MixtureFFN(router, [layer]), "experts", 4, 1),
-            (ValueError, lambda: MixtureFFN(nn.Identity(), []), "experts", 1, 0),
-            (TypeError, lambda: MixtureFFN(router, [layer, 3]), "experts", "[", 3),
-            (TypeError, lambda: MixtureFFN(router, 3), "experts", 3),
-            (ValueError, lambda: sink(q[:, :2], k, v), "n_q_heads=4", 2),
-            (ValueError, lambda: sink(q, k, v, logit_softcap=0.0), "logit_softcap", 0.0),
-            (ValueError, lambda: sink(q, k, v, scale=0.0), "scale", 0.0),
-            (TypeError, lambda: layer(half), "x must", "float16"),
-            (TypeError, lambda: router(half), "tokens must", "float16"),
-            (TypeError, lambda: mixture(half), "x must", "float16"),
-        ]
-    ):
-        claims[f"mixtures {i} {words}"] = check_raises(error, call, *words)
+    claims |= check_table(
+        """
+        few(5) -> ValueError; top_k; 4; 5
+        few(3, n_groups=2) -> ValueError; top_k; 2; 3
+        few(1, n_groups=3) -> ValueError; n_groups=3; n_experts=4
+        few(1, n_groups=2, top_groups=3) -> ValueError; top_groups; 2; 3
+        MixtureFFN(router, [layer]) -> ValueError; experts; 4; 1
+        MixtureFFN(nn.Identity(), []) -> ValueError; experts; 1; 0
+        MixtureFFN(router, [layer, 3]) -> TypeError; experts; [; 3
+        MixtureFFN(router, 3) -> TypeError; experts; 3
+        sink(q[:, :2], k, v) -> ValueError; n_q_heads=4; 2
+        sink(q, k, v, logit_softcap=0.0) -> ValueError; logit_softcap; 0.0
+        sink(q, k, v, scale=0.0) -> ValueError; scale; 0.0
+        layer(half) -> TypeError; x must; float16
+        router(half) -> TypeError; tokens must; float16
+        mixture(half) -> TypeError; x must; float16
+    """,
+        locals(),
+    )
     return claims
 
 
@@ -2842,30 +2853,23 @@ def check_refusals(_device: str) -> dict[str, bool]:
         attn = MultiHeadAttention(16, 2, head_dim=4 + 2 * layer, rope=True)
         return ModernDecoderBlock(16, attn=attn)
 
-    state = torch.get_rng_state()
-    refused = [
-        (ValueError, lambda: build_rope_cache(4, 5), "head_dim", 5),
-        (TypeError, lambda: build_rope_cache(4, 4, dtype=torch.int64), "dtype", "int64"),
-        (TypeError, lambda: build_rope_cache(4, 4, dtype="half"), "dtype", "half"),
-        (
-            ValueError,
-            lambda: MultiHeadLatentAttention(4, 2, **{**ranks, "rope_dim": 3}),
-            "rope_dim",
-        ),
-        (ValueError, lambda: fused(logit_softcap=30.0), "logit_softcap", 30.0),
-        (ValueError, lambda: attention_parameters(10, 4), "d_model=10", "n_q_heads=4"),
-        (ValueError, lambda: attention_parameters(12, 6, 4), "n_q_heads=6", "n_kv_heads=4"),
-        (ValueError, lambda: small(windows=[None]), "windows", 2),
-        (ValueError, lambda: small(windows=[None, 0]), "windows", 0),
-        (TypeError, lambda: small(windows=3), "windows", 3),
-        (ValueError, lambda: small(rope_dim=1), "rope_dim", 1),
-        (ValueError, lambda: small(rope_dim=4), "rope_dim", 2, 4),
-        (ValueError, lambda: small(make_block=widths), "rope_dim", "[4, 6]"),
-        (ZeroDivisionError, lambda: small(make_block=lambda layer: widths(1 // (1 - layer)))),
-    ]
-    for i, (error, call, *words) in enumerate(refused):
-        claims[f"{i} {words}"] = check_raises(error, call, *words)
-    claims["nothing drawn"] = torch.equal(state, torch.get_rng_state())
+    table = """
+        build_rope_cache(4, 5) -> ValueError; head_dim; 5
+        build_rope_cache(4, 4, dtype=torch.int64) -> TypeError; dtype; int64
+        build_rope_cache(4, 4, dtype="half") -> TypeError; dtype; half
+        MultiHeadLatentAttention(4, 2, **{**ranks, "rope_dim": 3}) -> ValueError; rope_dim
+        fused(logit_softcap=30.0) -> ValueError; logit_softcap; 30.0
+        attention_parameters(10, 4) -> ValueError; d_model=10; n_q_heads=4
+        attention_parameters(12, 6, 4) -> ValueError; n_q_heads=6; n_kv_heads=4
+        small(windows=[None]) -> ValueError; windows; 2
+        small(windows=[None, 0]) -> ValueError; windows; 0
+        small(windows=3) -> TypeError; windows; 3
+        small(rope_dim=1) -> ValueError; rope_dim; 1
+        small(rope_dim=4) -> ValueError; rope_dim; 2; 4
+        small(make_block=widths) -> ValueError; rope_dim; [4, 6]
+        small(make_block=lambda layer: widths(1 // (1 - layer))) -> ZeroDivisionError
+    """
+    claims |= check_table(table, locals())
     claims["fused without soft cap"] = fused().logit_softcap is None
     claims["rope_dim given"] = small(make_block=widths, rope_dim=4).blocks[1].attn.rope_dim == 6
     return claims
@@ -2942,42 +2946,33 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
     claims |= check_refuses(append, "k_new2 v_new2", unchanged, k_new=k, v_new=k)
     claims |= check_refuses(cache.truncate, "length0", unchanged, length=3)
     block, attends = ModernDecoderBlock(16, attn=attn), functools.partial(attn, kv_cache=cache)
-    refused = [
-        (ValueError, lambda: attends(x[:, :2], cos=cos, sin=sin), "max_len=4", 5),
-        (ValueError, lambda: attends(x, cos=cos, sin=sin), "cos", 5, 6),
-        (ValueError, lambda: attends(y, cos=cos, sin=sin[:, :2]), "sin", "[5, 2]"),
-        (ValueError, lambda: attends(y, cos=cos[:, :3], sin=sin[:, :3]), "cos", 3),
-        (ValueError, lambda: attends(y, cos=cos.repeat(1, 2), sin=sin.repeat(1, 2)), "cos", 8),
-        (
-            ValueError,
-            lambda: attends(y, cos=cos, sin=sin, mask=seen[None, :1]),
-            "mask",
-            "[1, 1, 4]",
-        ),
-        (TypeError, lambda: attends(y.half(), cos=cos, sin=sin), "x", "float16"),
-        (TypeError, lambda: block(y, cos, sin, kv_cache=[cache]), "kv_cache", "list"),
-        (ValueError, lambda: cache.truncate(4), "length", 4, "next_pos=3"),
-        (TypeError, lambda: cache.append(k.half(), k.half()), "k_new", "float16"),
-        (TypeError, lambda: cache.append(k, k.half()), "v_new", "float16"),
-        (TypeError, lambda: cache.append(k, k.to("meta")), "v_new", "meta"),
-        (ValueError, lambda: cache.append(k[..., :2], k), "k_new", "[2, 2, 1, 2]"),
-        (ValueError, lambda: cache.append(k, k[..., :2]), "v_new", "[2, 2, 1, 2]"),
-        (ValueError, lambda: KVCache().append(k, k[:, :1]), "v_new", "[2, 1, 1, 4]"),
-    ]
-    for i, (error, call, *words) in enumerate(refused):
-        claims[f"{i} {words[0]}"] = check_raises(error, call, *words) and unchanged()
+    table = """
+        attends(x[:, :2], cos=cos, sin=sin) -> ValueError; max_len=4; 5
+        attends(x, cos=cos, sin=sin) -> ValueError; cos; 5; 6
+        attends(y, cos=cos, sin=sin[:, :2]) -> ValueError; sin; [5, 2]
+        attends(y, cos=cos[:, :3], sin=sin[:, :3]) -> ValueError; cos; 3
+        attends(y, cos=cos.repeat(1, 2), sin=sin.repeat(1, 2)) -> ValueError; cos; 8
+        attends(y, cos=cos, sin=sin, mask=seen[None, :1]) -> ValueError; mask; [1, 1, 4]
+        attends(y.half(), cos=cos, sin=sin) -> TypeError; x; float16
+        block(y, cos, sin, kv_cache=[cache]) -> TypeError; kv_cache; list
+        cache.truncate(4) -> ValueError; length; 4; next_pos=3
+        cache.append(k.half(), k.half()) -> TypeError; k_new; float16
+        cache.append(k, k.half()) -> TypeError; v_new; float16
+        cache.append(k, k.to("meta")) -> TypeError; v_new; meta
+        cache.append(k[..., :2], k) -> ValueError; k_new; [2, 2, 1, 2]
+        cache.append(k, k[..., :2]) -> ValueError; v_new; [2, 2, 1, 2]
+        KVCache().append(k, k[:, :1]) -> ValueError; v_new; [2, 1, 1, 4]
+    """
+    claims |= check_table(table, locals(), unchanged)
     attends(y, cos=cos, sin=sin, mask=seen[None, :1].expand(2, -1, -1))
     claims["goes on"] = cache.next_pos == 4 and torch.equal(cache.k[:, :, :3], before[0])
     latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=8, nope_dim=4, v_dim=4)
-    tables = {"cos": cos, "sin": sin}
-    claims["latent cos"] = check_raises(
-        ValueError, lambda: latent.to(device)(x, **tables), "cos", 8, "[3, 4]"
-    )
     attn.k_proj = nn.Linear(16, 6).to(device)  # a shard of one and a half heads
-    claims["too many ranks"] = check_raises(
-        ValueError, lambda: attn(x, **tables), "head_dim=4", "n_kv_heads", "ranks"
-    )
-    return claims
+    table = """
+        latent.to(device)(x, cos=cos, sin=sin) -> ValueError; cos; 8; [3, 4]
+        attn(x, cos=cos, sin=sin) -> ValueError; head_dim=4; n_kv_heads; ranks
+    """
+    return claims | check_table(table, locals())
 
 
 def check_generate_refusals(device: str) -> dict[str, bool]:
@@ -3014,41 +3009,30 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
     claims |= check_refuses(pick_next_token, free, logits=logits[0], **sampling)
     answer = {"key_padding_mask": seen, "predict": seen}
     claims |= check_refuses(next_token_loss, "logits2", logits=logits, ids=ids, **answer)
-    refused = [
-        (ValueError, lambda: lm(long[:, :4], kv_caches=caches), "ids", 7, "max_len=6"),
-        (ValueError, lambda: lm(ids, kv_caches=caches[:1]), "kv_caches", 2, 1),
-        (ValueError, lambda: lm(ids, kv_caches=uneven), "kv_caches", "[0, 3]"),
-        (ValueError, lambda: lm(ids, kv_caches=short), "max_len=4", 6),
-        (ValueError, lambda: lm(ids, kv_caches=caches[:1] * 2), "kv_caches", "twice"),
-        (TypeError, lambda: lm(ids, kv_caches=caches[0]), "kv_caches", "KVCache"),
-        (ValueError, lambda: lm(ids + 4), "ids", 6, 7),
-        (TypeError, lambda: empty(generator=3), "generator", 3),
-        (ValueError, lambda: empty(top_p=1.01), "top_p", 1.01),
-        (ValueError, lambda: empty(eos_id=7), "eos_id", 7),
-        (ValueError, lambda: empty(eos_id=[1, 7]), "eos_id", 7),
-        (ValueError, lambda: pick_next_token(logits[0, :, :0]), "logits", "[3, 0]"),
-        (ValueError, lambda: lm.stream(ids, 4), "max_new_tokens=4", "max_len=6"),
-        (ValueError, lambda: lm.generate(ids[:, :0], 1), "ids"),
-        (ValueError, lambda: empty(key_padding_mask=ids < 3), "key_padding_mask", "left"),
-        (ValueError, lambda: empty(key_padding_mask=ids == 2), "key_padding_mask", "left"),
-        (ValueError, lambda: empty(key_padding_mask=ids < 0), "key_padding_mask", "left"),
-        (
-            ValueError,
-            lambda: empty(key_padding_mask=torch.stack((seen[0], ~seen[0]))),
-            "key_padding_mask",
-        ),
-        (
-            ValueError,
-            lambda: lm.generate(long[:, :4], 1, key_padding_mask=hole),
-            "key_padding_mask",
-        ),
-        (ValueError, lambda: next_token_loss(logits, ids + 4), "ids", 7),
-        (ValueError, lambda: next_token_loss(logits, ids - 4), "ids", -3),
-    ]
-    state = torch.get_rng_state()
-    for i, (error, call, *words) in enumerate(refused):
-        claims[f"generate {i} {words[0]}"] = check_raises(error, call, *words) and same()
-    claims["generator"] = torch.equal(state, torch.get_rng_state())
+    table = """
+        lm(long[:, :4], kv_caches=caches) -> ValueError; ids; 7; max_len=6
+        lm(ids, kv_caches=caches[:1]) -> ValueError; kv_caches; 2; 1
+        lm(ids, kv_caches=uneven) -> ValueError; kv_caches; [0, 3]
+        lm(ids, kv_caches=short) -> ValueError; max_len=4; 6
+        lm(ids, kv_caches=caches[:1] * 2) -> ValueError; kv_caches; twice
+        lm(ids, kv_caches=caches[0]) -> TypeError; kv_caches; KVCache
+        lm(ids + 4) -> ValueError; ids; 6; 7
+        empty(generator=3) -> TypeError; generator; 3
+        empty(top_p=1.01) -> ValueError; top_p; 1.01
+        empty(eos_id=7) -> ValueError; eos_id; 7
+        empty(eos_id=[1, 7]) -> ValueError; eos_id; 7
+        pick_next_token(logits[0, :, :0]) -> ValueError; logits; [3, 0]
+        lm.stream(ids, 4) -> ValueError; max_new_tokens=4; max_len=6
+        lm.generate(ids[:, :0], 1) -> ValueError; ids
+        empty(key_padding_mask=ids < 3) -> ValueError; key_padding_mask; left
+        empty(key_padding_mask=ids == 2) -> ValueError; key_padding_mask; left
+        empty(key_padding_mask=ids < 0) -> ValueError; key_padding_mask; left
+        empty(key_padding_mask=torch.stack((seen[0], ~seen[0]))) -> ValueError; key_padding_mask
+        lm.generate(long[:, :4], 1, key_padding_mask=hole) -> ValueError; key_padding_mask
+        next_token_loss(logits, ids + 4) -> ValueError; ids; 7
+        next_token_loss(logits, ids - 4) -> ValueError; ids; -3
+    """
+    claims |= check_table(table, locals(), same)
     lm.train()
     for broken in ("final_norm", "lm_head", "blocks"):  # each fails behind an append
         kept = getattr(lm, broken)
@@ -3171,17 +3155,17 @@ def check_masks(device: str) -> dict[str, bool]:
     for path in (attend, attend_fused):
         good = {"q": q, "k": k, "v": k, "keep": keep, "scale": 0.5}
         claims |= check_refuses(path, "q1 v3 keep0 keep3 keeprank", **good)
-        refused = [
-            (ValueError, lambda: path(four, *[four[:, :3, :2]] * 2), "q", 4, 3),
-            (ValueError, lambda: path(four, *[four[:, :0, :2]] * 2), "q", 4, 0),
-            (TypeError, lambda: path(q, k.half(), k), "k", "float16"),
-            (TypeError, lambda: path(q, k, k.half()), "v", "float16"),
-            (ValueError, lambda: path(q, k, k, keep[:2]), "keep", "[2, 1, 3, 2]"),
-            (ValueError, lambda: path(q[..., :0], k[..., :0], k), "q", "[3, 1, 3, 0]"),
-            (ValueError, lambda: path(q, k, k, logit_softcap=0), "logit_softcap", 0),
-        ]
-        claims[f"{path.__name__} refuses"] = all(
-            check_raises(error, call, *words) for error, call, *words in refused
+        claims |= check_table(
+            """
+            path(four, *[four[:, :3, :2]] * 2) -> ValueError; q; 4; 3
+            path(four, *[four[:, :0, :2]] * 2) -> ValueError; q; 4; 0
+            path(q, k.half(), k) -> TypeError; k; float16
+            path(q, k, k.half()) -> TypeError; v; float16
+            path(q, k, k, keep[:2]) -> ValueError; keep; [2, 1, 3, 2]
+            path(q[..., :0], k[..., :0], k) -> ValueError; q; [3, 1, 3, 0]
+            path(q, k, k, logit_softcap=0) -> ValueError; logit_softcap; 0
+        """,
+            locals(),
         )
     positions = {"q_positions": torch.arange(3), "k_positions": torch.arange(2)}
     claims |= check_refuses(build_causal_mask, "q_positions0 k_positions0", **positions, window=2)
