@@ -1453,6 +1453,37 @@ def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
 # =============================================================================================
 
 
+PATHS = (attend, attend_fused)
+
+# Every default of a class or function, in the order of its arguments.
+CHECK_DEFAULTS = """
+    VanillaEncoderLayer2017 96 8 384 relu 1e-05
+    VanillaSeq2SeqDecoderLayer2017 96 8 384 relu 1e-05
+    GPT2StyleDecoderLayer 96 8 384 gelu 1e-05
+    ModernDecoderBlock 96 8 2 256 None None 1e-06
+    ParallelDecoderBlock 96 8 None 384 None None True 1e-05
+    BranchNormDecoderBlock 96 8 2 256 None None 1e-06
+    DenseFFN gelu False
+    GatedFFN silu False
+    MoEFFN 4 1
+    SoftmaxRouter True 1.0 1 1 False
+    SigmoidRouter True 1.0 1 1 True
+    MixtureFFN None False
+    ClampedGatedFFN 1.702 7.0
+    RMSNorm 1e-06
+    KVCache None
+    MultiHeadAttention None None False None False False None None 1e-06 attend
+    MultiHeadLatentAttention None
+    build_rope_cache 10000.0 None torch.float32
+    kv_cache_bytes 1 2
+    gated_hidden_size 1 1.0
+    pick_next_token 0.0 None None None
+    DecoderOnlyLM 96 2 8 2 256 2048 10000.0 None None None True 1.0 None 1e-06
+    DecoderOnlyLM.stream None 0.0 None None None None
+    DecoderOnlyLM.generate None 0.0 None None None None
+"""
+
+
 def check_seeded(seed: int) -> Callable:
     """Decorator of a demo: it draws from the CPU generator with this seed and puts it back."""
 
@@ -2317,84 +2348,54 @@ def demo_D05(device: str = "cpu") -> tuple[bool, str]:
 
 def check_attention(device: str) -> dict[str, bool]:
     """Both attention paths against a loop over queries; every option of MultiHeadAttention."""
-    q, k = check_draw(2, 4, 2, 6, device=device), check_draw(2, 2, 3, 6, device=device)
+    q, k = check_draw(2, 4, 4, 6, device=device), check_draw(2, 2, 3, 6, device=device)
     v, claims = check_draw(2, 2, 3, 7, device=device), {}
     # the first query of the second sample may attend to nothing
-    keep = (
-        torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device)[:, None] > 0
-    )
-    masked = reference_attention(q, k, v, keep)
-    later = {  # queries and keys: as many, a chunk behind a cache, two queries before the first key
-        "causal": (q, k[:, :, :2]),
-        "causal chunk": (q, k),
-        "causal, more queries": (torch.cat((q, q), 2), k[:, :, :2]),
-    }
-    for path in (attend, attend_fused):
-        name, rows = path.__name__, keep[:1, 0, :1, :]
-        for case, (queries, keys) in later.items():
-            T, S = queries.shape[2], keys.shape[2]
-            lower, seen = reference_causal(T, S).to(device), keep[:, :, :1, :S]
-            given = queries, keys, v[:, :, :S]
-            claims[f"{name} {case}"] = all(
-                check_close(path(*given, both, causal=True), reference_attention(*given, expected))
-                for both, expected in ((None, lower[None, None]), (seen, lower & seen))
-            )
-        half = path(q.half(), k.half(), v.half(), keep)
-        claims |= {
-            name: check_close(path(q, k, v, keep), masked),
-            f"{name} single query": check_close(
-                path(q[:1, :, :1], k[:1], v[:1], keep[:1, :, :1]), masked[:1, :, :1]
-            ),
-            f"{name} scale": check_close(
-                path(q, k, v, scale=2), reference_attention(q, k, v, None, 2)
-            ),
-            f"{name} broadcast": check_close(
-                path(q, k, v, rows), path(q, k, v, rows.expand(2, 1, 2, 3))
-            ),
-            f"{name} of a bool": check_close(
-                path(q, k, v, keep[0, 0, 0, 0].new_ones(())), path(q, k, v)
-            ),
-            f"{name} half": half.dtype == torch.float16 and check_close(half, masked, 0.02),
-        }
-    halves = []
+    keep = torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device) > 0
+    keep = keep[:, None]  # (B, 1, 2, S)
+    rows, two, every = keep[:1, 0, :1], q[:, :, :2], keep[0, 0, 0, 0]
+    cases = [  # a mask of each rank; fewer queries than keys, one, as many, more
+        *((two, keep, False, None), (two, rows, False, 2), (two, every, False, None)),
+        *((two, keep, True, None), (q[:, :, :1], keep[:, :, :1], True, None)),
+        *((T, mask, True, None) for T in (two, q[:, :, :3], q) for mask in (None, rows)),
+    ]
+    for path, (i, (part, mask, causal, scale)) in itertools.product(PATHS, enumerate(cases)):
+        T = part.shape[2]
+        seen = reference_causal(T, 3) if causal else torch.ones(T, 3, dtype=torch.bool)
+        seen = seen.to(device) if mask is None else seen.to(device) & mask
+        out = path(part, k, v, mask, causal=causal, scale=scale)
+        claims[f"{path.__name__} {i}"] = check_close(
+            out, reference_attention(part, k, v, seen, scale)
+        )
+    for path in PATHS:
+        half = path(two.half(), k.half(), v.half(), keep)
+        close = check_close(half, reference_attention(two, k, v, keep), 0.02)
+        claims[f"{path.__name__} half"] = half.dtype == torch.float16 and close
     for dtype in (torch.float16, torch.bfloat16):
         low = check_draw(1, 1, 16, 6, device=device).to(dtype)
-        scores = ((low * 6**-0.5) @ low.mT).float()
+        expected = (2 * torch.tanh(((low * 6**-0.5) @ low.mT).float() / 2)).softmax(-1).to(dtype)
         capped = attend(low, low, low, logit_softcap=2.0)
-        expected = (2 * torch.tanh(scores / 2)).softmax(-1).to(dtype) @ low
-        halves.append(torch.equal(capped, expected))
-    equal = check_draw(4, 4, 4, 2, device=device)  # B = H = S
-    pairs = equal, equal[:, :2], equal[:, 2:]
+        claims[f"soft cap in float32, {dtype}"] = torch.equal(capped, expected @ low)
     big = torch.full((1, 1, 1, 64), 60.0, dtype=torch.float16, device=device)
-    poisoned = q.clone()
-    poisoned[0, 0, 0, 0] = math.nan
-    lost = attend(poisoned, k, v).isnan()
+    capped = attend(two, k, v, keep, logit_softcap=0.7)
+    claims["soft cap"] = check_close(capped, reference_attention(two, k, v, keep, softcap=0.7))
+    two[0, 0, 0, 0] = math.nan
+    lost = attend(two, k, v).isnan()
     x, memory = check_draw(2, 5, 16, device=device), check_draw(2, 3, 16, device=device)
     cos, sin = build_rope_cache(5, 6, device=device)
-    for options in (
-        {"bias": True},
-        {"bias": True, "qkv_bias": False},
-        {"qkv_bias": True},
-        {"qk_norm": True, "norm_eps": 0.1},
-        {"scale": 0.3},
-    ):
+    biases = [{"bias": True}, {"bias": True, "qkv_bias": False}, {"qkv_bias": True}]
+    for options in (*biases, {"qk_norm": True, "norm_eps": 0.1}, {"scale": 0.3}):
         layer = MultiHeadAttention(16, 4, 2, head_dim=6, rope=True, **options)
         out, _ = check_randomized(layer, device)(x, cos=cos, sin=sin)
         claims[str(options)] = check_close(out, reference_layer(layer, x, None)[0])
         bias = options.get("bias", False)
         wanted = [options.get("qkv_bias", bias)] * 3 + [bias]
-        linears = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
-        claims[f"{options} biases"] = [part.bias is not None for part in linears] == wanted
+        has = [part.bias is not None for part in layer.children() if isinstance(part, nn.Linear)]
         norms = [part.eps for part in layer.modules() if isinstance(part, RMSNorm)]
-        claims[f"{options} norms"] = norms == [options.get("norm_eps")] * len(norms)
+        same = norms == [options.get("norm_eps")] * len(norms)
+        claims[f"{options} biases and norms"] = has == wanted and same
     cross = check_randomized(MultiHeadAttention(16, 4), device)
     return claims | {
-        "grouped": check_close(attend_fused(*pairs), attend(*pairs)),
-        "soft cap": check_close(
-            attend(q, k, v, keep, logit_softcap=0.7),
-            reference_attention(q, k, v, keep, softcap=0.7),
-        ),
-        "soft cap in float32": all(halves),
         # 64 * 60 * 60 is over float16's 65504, an eighth of it is not
         "half scores": attend(big, big, big).isfinite().all(),
         "NaN stays": lost[0, 0, 0].all() and lost.sum() == 7,
@@ -2428,81 +2429,43 @@ def check_counts(device: str) -> dict[str, bool]:
     cache, h = KVCache(), torch.zeros(2, 7, 96, device=device)
     MultiHeadAttention(96, 8, 2).to(device)(h, kv_cache=cache)
     stored = cache.k.nbytes + cache.v.nbytes
-    released = {
-        (4096, 256): 11008,  # Llama-2-7B
-        (4096, 1024, 1.3): 14336,  # Llama-3-8B
-        (8192, 4096, 1.3): 28672,  # Llama-3-70B
-    }
-    defaults = {
-        VanillaEncoderLayer2017: (96, 8, 384, F.relu, 1e-5),
-        VanillaSeq2SeqDecoderLayer2017: (96, 8, 384, F.relu, 1e-5),
-        GPT2StyleDecoderLayer: (96, 8, 384, F.gelu, 1e-5),
-        ModernDecoderBlock: (96, 8, 2, 256, None, None, 1e-6),
-        ParallelDecoderBlock: (96, 8, None, 384, None, None, True, 1e-5),
-        BranchNormDecoderBlock: (96, 8, 2, 256, None, None, 1e-6),
-        DenseFFN: (F.gelu, False),
-        GatedFFN: (F.silu, False),
-        MoEFFN: (4, 1),
-        SoftmaxRouter: (True, 1.0, 1, 1, False),
-        SigmoidRouter: (True, 1.0, 1, 1, True),
-        MixtureFFN: (None, False),
-        ClampedGatedFFN: (1.702, 7.0),
-        RMSNorm: (1e-6,),
-        KVCache: (None,),
-        MultiHeadAttention: (None, None, False, None, False, False, None, None, 1e-6, attend),
-        MultiHeadLatentAttention: (None,),
-        build_rope_cache: (10000.0, None, torch.float32),
-        kv_cache_bytes: (1, 2),
-        gated_hidden_size: (1, 1.0),
-        pick_next_token: (0.0, None, None, None),
-        DecoderOnlyLM: (
-            *(96, 2, 8, 2, 256, 2048, 10000.0, None, None, None, True, 1.0, None, 1e-6),
-        ),
-        DecoderOnlyLM.generate: (None, 0.0, None, None, None, None),
-    }
-    latent = {"kv_rank": 6, "rope_dim": 4, "nope_dim": 3, "v_dim": 5}
+    # Llama-2-7B, Llama-3-8B and Llama-3-70B
+    released = {(4096, 256): 11008, (4096, 1024, 1.3): 14336, (8192, 4096, 1.3): 28672}
+    latent = functools.partial(MultiHeadLatentAttention, 16, 4, kv_rank=6, rope_dim=4, nope_dim=3)
     below = 16 * (6 + 4) + 6 + 6 * 4 * (3 + 5) + 4 * 5 * 16  # kv_down, kv_norm, kv_up, o_proj
+    low = 16 * 9 + 9 + 9 * 4 * 7 + below
     claims = {
-        "latent": demo_count(MultiHeadLatentAttention(16, 4, **latent)) == 16 * 4 * 7 + below,
-        "low rank": demo_count(MultiHeadLatentAttention(16, 4, q_rank=9, **latent))
-        == 16 * 9 + 9 + 9 * 4 * 7 + below,
+        "latent": demo_count(latent(v_dim=5)) == 16 * 4 * 7 + below,
+        "low rank": demo_count(latent(v_dim=5, q_rank=9)) == low,
         "cache": kv_cache_bytes(1, 2, 12, length=7, batch=2, bytes_per_element=4) == stored,
         "elements": kv_cache_elements(2, 12) == stored // (2 * 7 * 4),
         "70B as MHA": kv_cache_bytes(80, 64, 128, 4096) == 10 * 2**30,
         "70B as released": kv_cache_bytes(80, 8, 128, 4096) == 10 * 2**30 // 8,
         **{f"d_ff of {size}": gated_hidden_size(*size) == d_ff for size, d_ff in released.items()},
     }
-    for item, expected in defaults.items():
-        parameters = inspect.signature(item).parameters.values()
-        values = tuple(p.default for p in parameters if p.default is not p.empty)
-        claims[f"defaults of {item.__name__}"] = values == expected
-    attn, biased = 4 * 96 * 96, 4 * 96 * 96 + 4 * 96
-    ffn, biased_ffn = 73728, 73728 + 384 + 96
+    for line in map(str.split, CHECK_DEFAULTS.strip().splitlines()):
+        parameters = inspect.signature(eval(line[0])).parameters.values()
+        values = [p.default for p in parameters if p.default is not p.empty]
+        claims[f"defaults of {line[0]}"] = [getattr(v, "__name__", str(v)) for v in values] == line[
+            1:
+        ]
+    biased, ffn, norms = 4 * 96 * 97, 73728 + 384 + 96, 2 * 96
     x, tables = torch.zeros(1, 2, 96), dict(zip(("cos", "sin"), build_rope_cache(2, 12)))
-    blocks = {  # parameters, rotation, activation, eps of the norms, and what forward needs
-        VanillaEncoderLayer2017(eps=0.1): (biased + biased_ffn + 4 * 96, F.relu, [0.1] * 2, {}),
-        VanillaSeq2SeqDecoderLayer2017(eps=0.1): (
-            2 * biased + biased_ffn + 6 * 96,
-            F.relu,
-            [0.1] * 3,
-            {"memory": x},
-        ),
-        GPT2StyleDecoderLayer(eps=0.1): (biased + biased_ffn + 4 * 96, F.gelu, [0.1] * 2, {}),
-        ModernDecoderBlock(eps=0.1): (23040 + ffn + 2 * 96, F.silu, [0.1] * 2, tables),
-        ParallelDecoderBlock(eps=0.1): (attn + ffn + 2 * 96, F.gelu, [0.1], {}),
-        ParallelDecoderBlock(shared_norm=False): (attn + ffn + 4 * 96, F.gelu, [1e-5] * 2, {}),
-        BranchNormDecoderBlock(eps=0.1): (23040 + ffn + 4 * 96, F.silu, [0.1] * 4, tables),
-    }
-    for block, (total, act, eps, given) in blocks.items():
-        count = demo_count(block)
-        norms = [part.eps for part in block.modules() if hasattr(part, "eps")]
+    for block, total, act, eps, given in [  # parameters, activation, eps of the norms, forward's
+        (VanillaEncoderLayer2017(eps=0.1), biased + ffn + 2 * norms, F.relu, [0.1] * 2, {}),
+        (VanillaSeq2SeqDecoderLayer2017(eps=0.1), 2 * biased + ffn + 3 * norms, F.relu, [0.1] * 3,
+         {"memory": x}),
+        (GPT2StyleDecoderLayer(eps=0.1), biased + ffn + 2 * norms, F.gelu, [0.1] * 2, {}),
+        (ModernDecoderBlock(eps=0.1), 23040 + 73728 + norms, F.silu, [0.1] * 2, tables),
+        (ParallelDecoderBlock(eps=0.1), 36864 + 73728 + norms, F.gelu, [0.1], {}),
+        (ParallelDecoderBlock(shared_norm=False), 110592 + 2 * norms, F.gelu, [1e-5] * 2, {}),
+        (BranchNormDecoderBlock(eps=0.1), 23040 + 73728 + 2 * norms, F.silu, [0.1] * 4, tables),
+    ]:  # fmt: skip
+        made = [part.eps for part in block.modules() if hasattr(part, "eps")]
         turned = getattr(block, "attn", block).__dict__.get("rope", False)
-        claims[f"default {type(block).__name__}"] = (count, block.ffn.act, norms, turned) == (
-            total,
-            act,
-            eps,
-            "cos" in given,
-        ) and block.to(device)(x.to(device), **given).shape == x.shape
+        same = (demo_count(block), block.ffn.act, made, turned) == (total, act, eps, "cos" in given)
+        shape = block.to(device)(x.to(device), **given).shape
+        claims[f"default {type(block).__name__}"] = same and shape == x.shape
     return claims
 
 
