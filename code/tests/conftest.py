@@ -26,7 +26,7 @@ LONG = ("test_compile", "test_checkpoints", "test_script", "test_planted_faults"
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """With -n a file stays on one core: what its tests share is made once."""
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415, there only with -n
 
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
