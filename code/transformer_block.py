@@ -15,18 +15,25 @@ channel i + r/2 (half-split); the other layout pairs 2i with 2i + 1.
 
 import argparse
 import ast
+import atexit
 import copy
+import difflib
 import functools
 import gc
+import importlib.util
 import inspect
 import itertools
 import math
 import operator
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
+    sys.exit("transformer_block.py needs torch; to install it: python3 -m pip install torch")
 
 import torch
 import torch.nn.functional as F
@@ -1094,23 +1101,24 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    came = "bool" if tensor.dtype == torch.bool else "integer"
-    came = "floating" if tensor.is_floating_point() else came
-    if came != kind or tensor.is_complex():
-        raise TypeError(f"{name} must have a {kind} dtype, got {tensor.dtype}")
-    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else tensor.dtype
-    if like != tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise TypeError(f"{name} must be {like} as the weights are, got {tensor.dtype}")
-    wanted, sizes = shape, tensor.shape
+    dtype, sizes = tensor.dtype, tensor.shape
+    came = "bool" if dtype == torch.bool else "integer"
+    came = "floating" if dtype.is_floating_point else came
+    if came != kind or dtype.is_complex:
+        raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
+    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else dtype
+    if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
+    wanted = shape
     if shape[0] is ...:
-        wanted = shape[1:]
-        sizes = tensor.shape[tensor.dim() - len(wanted) :]
-    if len(wanted) != len(sizes) or any(
-        want != have and not isinstance(want, str) for want, have in zip(wanted, sizes)
-    ):
+        wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
+    fits = len(wanted) == len(sizes)
+    for want, have in zip(wanted, sizes):
+        fits = fits and (want == have or isinstance(want, str))
+    if not fits:
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
-        raise ValueError(f"{name} must have shape [{axes}], got {list(tensor.shape)}")
-    return tensor.shape
+        raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
+    return sizes
 
 
 def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
@@ -1649,6 +1657,8 @@ def check_language_model(device: str) -> dict[str, bool]:
         h = reference_block(block, h, reference_causal(4, window=window), base=50.0)
     logits = 0.5 * torch.tanh(reference_norm(lm.final_norm, h) @ lm.embedding.weight.T / 0.5)
 
+    full, parameters = lm(ids), len(lm.state_dict())
+
     def surprise(row: int) -> float:
         odds = [math.exp(z) for z in logits[0, row].tolist()]
         return -math.log(odds[ids[0, row + 1]] / sum(odds))
@@ -1656,7 +1666,20 @@ def check_language_model(device: str) -> dict[str, bool]:
     padding = ids != 1  # the first is padding: it neither asks nor answers
     losses = [next_token_loss(logits, ids.byte()), next_token_loss(logits, ids, padding)]
     losses.append(next_token_loss(logits[:, :2], ids[:, :2]))
+    losses.append(next_token_loss(logits, ids, predict=ids < 1))
     expected = [sum(map(surprise, range(3))) / 3, sum(map(surprise, range(1, 3))) / 2, surprise(0)]
+    expected.append(surprise(1))
+    lm.windows = [None, 3]
+    documents = (ids[0] < 5)[:, None] == (ids[0] < 5)  # the first and third token, the other two
+    h = lm.embedding.weight[ids] * 3.0
+    for block, window in zip(lm.blocks, lm.windows):
+        h = reference_block(block, h, reference_causal(4, window=window) & documents, base=50.0)
+    packed = 0.5 * torch.tanh(reference_norm(lm.final_norm, h) @ lm.embedding.weight.T / 0.5)
+    shown = [lm(ids, mask=documents), lm(ids, mask=documents[None], last_only=True)]
+    seen = []
+    lm.final_norm.register_forward_pre_hook(lambda _norm, args: seen.append(args[0].shape[1]))
+    lm.generate(ids, 2)
+    lm.logit_softcap, lm.lm_head = None, nn.Linear(16, 2).to(ids.device, torch.float64)
 
     class Hollow(nn.Identity):
         def forward(self, x: Tensor, **_: object) -> Tensor:
@@ -1670,14 +1693,17 @@ def check_language_model(device: str) -> dict[str, bool]:
         tied.load_state_dict(saved, assign=True)
     narrow = DecoderOnlyLM(11, 4, 1, 4, make_block=lambda _: Hollow())
     return {
-        "logits": check_close(lm(ids), logits),
+        "logits": check_close(full, logits),
         "loss": check_close(torch.stack(losses), logits.new_tensor(expected)),
         "loss of nothing": next_token_loss(logits[:, :1], ids[:, :1]).item() == 0.0,
         "loss in float32": next_token_loss(logits.half(), ids).dtype == torch.float32
         and next_token_loss(logits.bfloat16(), ids).dtype == torch.float32,
         "embedding": 0.018 < spread < 0.022,
+        "packed documents": check_close(shown[0], packed) and check_close(shown[1], packed[:, -1:]),
+        "last position alone": seen == [1, 1],
+        "a head put in": lm(ids).shape == (1, 4, 2),
         "untied": untied.lm_head.weight is not untied.embedding.weight,
-        "only parameters are saved": len(saved) == 2 and len(lm.state_dict()) == 2 + 2 * 9,
+        "only parameters are saved": len(saved) == 2 and parameters == 2 + 2 * 9,
         "layers": len(set(map(id, tied.new_caches()))) == 3 and tied.windows == [None] * 3,
         # a head width of 5 has no pairs: the table is for blocks that turn 4 of it, or nothing
         "table width": [m._rope_tables[0].shape[1] for m in (lm, tied, narrow)] == [4, 4, 2],
@@ -1829,6 +1855,17 @@ def check_decoding(device: str) -> dict[str, bool]:
     cache.reset()
     cache.append(k[:, :, :4], v[:, :, :4])
     claims["absorbed"] = check_close(mla(x[:, 4:], kv_cache=cache, **given)[0], out[:, 4:])
+    del mla.expanded
+    ups = {name: nn.Linear(6, 32, bias=name == "bias") for name in ("bias", "hook", "pre-hook")}
+    ups["hook"].register_forward_hook(lambda _layer, _args, out: 2 * out)
+    ups["pre-hook"].register_forward_pre_hook(lambda _layer, args: (3 * args[0],))
+    ups["wrapper"] = nn.Sequential(nn.Linear(6, 32, bias=False))
+    for name, up in ups.items():
+        mla.kv_up = up.to(x)
+        full, _ = mla(x, causal=True, **given)
+        cache.reset()
+        steps = [mla(part, causal=True, kv_cache=cache, **given)[0] for part in x.split(4, dim=1)]
+        claims[f"kv_up with a {name}"] = check_close(torch.cat(steps, dim=1), full)
     return claims
 
 
@@ -1861,10 +1898,13 @@ def check_buffer(device: str) -> dict[str, bool]:
         claims["truncate"] = holds(grown, 3)
         append(grown, 3, 5)
         claims["write after truncate"] = holds(grown, 5) and room(grown) == 15
-        twin, deep = copy.copy(grown), copy.deepcopy(grown)
+        grown.notes = ["mine"]
+        twin, (deep, again) = copy.copy(grown), copy.deepcopy([grown, grown])
         grown.append(k_all[:, :, :1], v_all[:, :, :1])
         append(twin, 5, 7)
-        claims["copies"] = holds(twin, 7) and holds(deep, 5)
+        claims["copies"] = holds(twin, 7) and holds(deep, 5) and deep is again
+        claims["attributes"] = twin.notes is grown.notes and deep.notes is not grown.notes
+        claims["empty copies"] = copy.deepcopy(KVCache(max_len=3)).max_len == 3
         grown.reset()
         claims["reset"] = (grown.k, grown.v, grown.next_pos, grown._k) == (None, None, 0, None)
         append(grown, 0, 1)
@@ -1922,10 +1962,23 @@ def check_generation(device: str) -> dict[str, bool]:
     counts.to(device)
     ended = counts.generate(prompts, 4, key_padding_mask=padding, eos_id=7)[:, 4:].tolist()
     goes_on = counts.generate(prompts[:1], 4, eos_id=0)[:, 4:].tolist()
+    several = counts.generate(prompts, 4, key_padding_mask=padding, eos_id=(7, 6))[:, 4:].tolist()
+    steps = [step.tolist() for step in counts.stream(prompts[:1], 2)]
     sampled = lm.generate(prompts, 4, temperature=9.0)
     odds = {1: math.exp(2.0), 4: math.exp(1.5), 2: math.exp(1.0), 0: 1.0, 3: math.exp(-1.0)}
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).to(device).expand(1000, -1)
 
+    drawn_from = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, call: Callable, _: object, args: tuple, options: object = None
+        ):
+            drawn_from.extend(args[:1] if call is torch.multinomial else [])
+            return call(*args, **(options or {}))
+
+    with Watch():  # the first alone rounds to 1
+        pick_next_token(torch.tensor([[20.0, 0.0]]).to(device), 1.0, top_p=1.0)
     even, many = torch.zeros(50, 2).to(device), torch.randn(5000, 8).to(device)
 
     def pick(logits: Tensor) -> Tensor:
@@ -1948,8 +2001,12 @@ def check_generation(device: str) -> dict[str, bool]:
         "training flags": modes == [False, True, True, False],
         "eos": ended == [[5, 6, 7], [7, 7, 7]],
         "eos of a row that goes on": goes_on == [[5, 6, 7, 8]],
+        "several ids that end": several == [[5, 6], [7, 7]],
+        "stream": steps == [[[5]], [[6]]],
         "no rows": pick_next_token(logits[:0]).shape == (0, 1),
-        "no new tokens": torch.equal(lm.generate(prompts, 0), prompts),
+        "no new tokens": torch.equal(lm.generate(prompts, 0), prompts)
+        and lm.generate(prompts, 0).data_ptr() != prompts.data_ptr(),
+        "top_p of 1 keeps all": bool(drawn_from) and drawn_from[0].gt(0).all(),
         "sampled": sampled.shape == (2, 8) and not torch.equal(sampled, both),
         "draws": draws(5),
         "temperature": draws(5, power=2, temperature=0.5),
@@ -2013,8 +2070,21 @@ def check_attention(device: str) -> dict[str, bool]:
         torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device)[:, None] > 0
     )
     masked = reference_attention(q, k, v, keep)
+    later = {  # queries and keys: as many, a chunk behind a cache, two queries before the first key
+        "causal": (q, k[:, :, :2]),
+        "causal chunk": (q, k),
+        "causal, more queries": (torch.cat((q, q), 2), k[:, :, :2]),
+    }
     for path in (attend, attend_fused):
         name, rows = path.__name__, keep[:1, 0, :1, :]
+        for case, (queries, keys) in later.items():
+            T, S = queries.shape[2], keys.shape[2]
+            lower, seen = reference_causal(T, S).to(device), keep[:, :, :1, :S]
+            given = queries, keys, v[:, :, :S]
+            claims[f"{name} {case}"] = all(
+                check_close(path(*given, both, causal=True), reference_attention(*given, expected))
+                for both, expected in ((None, lower[None, None]), (seen, lower & seen))
+            )
         half = path(q.half(), k.half(), v.half(), keep)
         claims |= {
             name: check_close(path(q, k, v, keep), masked),
@@ -2883,37 +2953,68 @@ def main_demos() -> dict[str, Callable]:
     }
 
 
+def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast.AST]], list]:
+    """Text and syntax tree of each definition in this file, or zip, by name; and its imports."""
+    file, spec = Path(globals().get("__file__", ".")), globals().get("__spec__")
+    try:
+        source = file.read_text("utf-8") if file.is_file() else spec.loader.get_source(spec.name)
+        lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    except (AttributeError, ImportError, UnicodeDecodeError):  # from a pipe, or bytecode alone
+        parser.error("this prints from the script's file, and the script was not run from a file")
+    definitions, imports = {}, []
+    for node in tree.body:
+        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
+            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+                name = part.name if part is node else f"{node.name}.{part.name}"
+                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
+                text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
+                definitions[name] = text, part
+    return definitions, imports
+
+
+def main_name(parser: argparse.ArgumentParser, kind: str, given: str, names: Iterable[str]) -> str:
+    """The name that is meant, in any case; an error with the nearest, or the public ones."""
+    known, word = {name.lower(): name for name in names}, given.lower()
+    if word in known:
+        return known[word]
+    if kind == "name" and word.upper() in main_demos():
+        demo = word.upper()
+        parser.error(f"{demo} is a demo: {demo} alone runs it, --show demo_{demo} prints it")
+    ours = {n.lower() for n, v in globals().items() if getattr(v, "__module__", "") == __name__}
+    if kind == "demo" and word.partition(".")[0] in ours:
+        parser.error(f"{given} is no demo; to print it: --show {given}")
+    helpers = ("demo_", "check_", "reference_", "main", "require_", "_")
+    public = [name for name in known if not name.startswith(helpers)]
+    near = [name for name in public if word in name and len(word) > 2]
+    near = [*dict.fromkeys(near + difflib.get_close_matches(word, public))][:5]
+    hints = [f"nearest: {', '.join(known[name] for name in near)}"] if near else []
+    if kind == "demo" or not near:
+        hints += [f"known: {', '.join(known[name] for name in public if '.' not in name)}"]
+    parser.error(f"unknown {kind} {given}; {'; '.join(hints)}")
+
+
 def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
-    """The imports and definitions that the named ones need, in the order of this file."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    lines, tree = source.splitlines(), ast.parse(source)
-    definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    for name in names:
-        if name not in definitions:
-            parser.error(f"unknown name {name}; known: {', '.join(definitions)}")
+    """The imports and definitions that the named ones need, in this file's order; then methods."""
+    definitions, imports = main_file(parser)
+    names = [main_name(parser, "name", name, definitions) for name in names]
 
-    def used(node: ast.AST) -> set[str]:
-        return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    def used(name: str) -> set[str]:
+        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
 
-    needed, queue = set(), list(names)
+    needed, queue = set(), [name for name in names if "." not in name]
     while queue:
         name = queue.pop()
         if name not in needed:
             needed.add(name)
-            queue += used(definitions[name]) & definitions.keys()
-    chosen = [node for name, node in definitions.items() if name in needed]
-    words = set().union(*map(used, chosen))
-    imports = []
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
-            if node.names:
-                imports.append(ast.unparse(node))
-    texts = [
-        "\n".join(lines[min([n.lineno, *(d.lineno for d in n.decorator_list)]) - 1 : n.end_lineno])
-        for n in chosen
-    ]
-    return "\n\n\n".join(["\n".join(imports), *texts]) + "\n"
+            queue += used(name) & definitions.keys()
+    words, header = set().union(*map(used, needed)), ""
+    for node in imports:
+        node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
+        header += f"{ast.unparse(node)}\n" if node.names else ""
+    chosen = [name for name in definitions if name in needed] + [n for n in names if "." in n]
+    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
+    return "\n\n".join([header, *texts] if header else texts)
 
 
 def main_verdict(demo: Callable, device: str) -> tuple[bool, str]:
@@ -2938,43 +3039,69 @@ def main_run(demos: dict[str, Callable], device: str, closing: str) -> int:
     return 1 if failed else 0
 
 
+def main_answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Do what the options ask for; the exit status."""
+    demos = main_demos()
+    ids = [main_name(parser, "demo", name, demos) for name in options.ids]
+    asked = {"--list": options.list, "--show": options.show, "--device": options.device}
+    asked = [name for name, value in {**asked, "demo ids": ids}.items() if value]
+    if len(asked) > 1 and asked[0] != "--device":
+        parser.error(f"{' and '.join(asked)} exclude each other: give one of them")
+    if options.show:
+        print(main_source(parser, options.show), end="")
+        return 0
+    if options.list:
+        claims = [demo.__doc__ for demo in demos.values()]
+        if None in claims:  # under -OO they stand in the file alone
+            trees = {name: tree for name, (_, tree) in main_file(parser)[0].items()}
+            claims = [ast.get_docstring(trees[demo.__name__]) for demo in demos.values()]
+        print("\n".join(map("  ".join, zip(demos, claims))))
+        return 0
+    device = options.device or "cpu"
+    try:
+        torch.ones(1, device=device).item()
+    except Exception as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        parser.error(f"no device {device}: {reason}")
+    closing = "" if ids else "all transformer block sanity checks passed ✓"
+    return main_run({name: demos[name] for name in ids or demos}, device, closing)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; returns the exit status."""
+    """Do what the command line asks for; returns the exit status, 2 for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="transformer_block.py", description="Transformer blocks, proved by fifteen demos."
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="demos to run (default: D01 to D15)")
-    parser.add_argument("--list", action="store_true", help="a line for each demo: what it proves")
-    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default: cpu)")
+    add = parser.add_argument
+    add("ids", nargs="*", metavar="ID", help="demos to run (default: D01 to D15)")
+    add("--list", action="store_true", help="a line for each demo: what it proves")
+    add("--show", nargs="+", action="extend", default=[], metavar="NAME",
+        help="source of a definition with all that it needs, or of Class.method")  # fmt: skip
+    add("--device", help="cpu, cuda or mps (default: cpu)")
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without ✓ and Δ must not stop the run
-            stream.reconfigure(errors="replace")
-    options, demos = parser.parse_args(argv), main_demos()
-    gc.freeze()  # a collection would walk the half million objects that importing torch leaves
-    for name in options.ids:
-        if name not in demos:
-            parser.error(f"unknown demo {name}; known: {', '.join(demos)}")
+    streams = [s for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")]
+    errors, thawed = [stream.errors for stream in streams], gc.get_freeze_count() == 0
+    for stream in streams:
+        stream.reconfigure(errors="replace")  # a terminal without ✓ and Δ must not stop the run
+    if thawed:
+        gc.freeze()  # a collection would walk the half million objects that importing torch leaves
     try:
-        torch.ones(1, device=options.device).item()
-    except Exception as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]
-        parser.error(f"no device {options.device}: {reason}")
-    try:
-        if options.list:
-            print("\n".join(f"{name}  {demo.__doc__}" for name, demo in demos.items()), flush=True)
-            return 0
-        if options.show:
-            print(main_source(parser, options.show), end="", flush=True)
-            return 0
-        closing = "" if options.ids else "all transformer block sanity checks passed ✓"
-        chosen = {name: demos[name] for name in options.ids or demos}
-        return main_run(chosen, options.device, closing)
+        try:
+            status = main_answer(parser, parser.parse_args(argv))
+        except SystemExit as stop:  # --help, and wrong calls
+            status = stop.code
+        print(end="", flush=True)
     except BrokenPipeError:  # the reader has gone, as in `… | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
+    finally:
+        if thawed:
+            gc.unfreeze()
+        for stream, before in zip(streams, errors):
+            stream.reconfigure(errors=before)
+    return status
 
 
 if __name__ == "__main__":
+    atexit.register(gc.freeze)  # nor need the interpreter walk them on its way out
     sys.exit(main())
