@@ -13,13 +13,16 @@ T length, S cached and new keys, d d_model, H heads, d_h head_dim; masks are boo
 import argparse
 import ast
 import copy
+import difflib
+import inspect
 import itertools
 import math
 import os
 import sys
+import textwrap
+import types
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -710,8 +713,8 @@ def demo_A01(_device: str = "cpu") -> tuple[bool, str]:
     block(x, cos, sin, kv_cache=cache)
     return tb.check_claims(
         f"gated attention vs its formula, GQA with padding, 4 of 6 channels turned: max|Δ|="
-        f"{gap:.2e}; by hand (2, -1) gated by σ(0, ln 3): ({gated[0]:.4f}, {gated[1]:.4f}) (expect "
-        f"1.0, -0.75); in ModernDecoderBlock chunks vs one pass: max|Δ|={chunks:.2e}, around latent "
+        f"{gap:.2e}; by hand (2, -1) gated by σ(0, ln 3): ({gated[0]:.4f}, {gated[1]:.4f}) "
+        f"(expect 1.0, -0.75); in ModernDecoderBlock chunks vs one pass: max|Δ|={chunks:.2e}, around latent "
         f"attention {loose:.2e}; cache holds {cache.k.shape[1]} heads of {cache.k.shape[3]} and "
         f"nothing else",
         formula=gap < 1e-11,
@@ -1128,49 +1131,55 @@ def main_demos() -> dict[str, Callable]:
     return {name[5:]: f for name, f in globals().items() if name.startswith("demo_A")}
 
 
+def main_definitions(module: types.ModuleType) -> tuple[dict[str, tuple[str, ast.AST]], list]:
+    """Text and syntax tree of a module's definitions and methods by name; and its imports."""
+    source = inspect.getsource(module)
+    lines, definitions, imports = source.splitlines(), {}, []
+    for node in ast.parse(source).body:
+        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
+            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+                name = part.name if part is node else f"{node.name}.{part.name}"
+                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
+                text = textwrap.dedent("\n".join(lines[start - 1 : part.end_lineno]))
+                definitions[name] = text, part
+    return definitions, imports
+
+
 def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
     """The named definitions with all they need, those of transformer_block.py first."""
-    text = Path(__file__).read_text(encoding="utf-8")
-    lines, tree = text.splitlines(), ast.parse(text)
-    own = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    own = {
-        n: d for n, d in own.items() if not n.startswith(("demo_", "check_", "main", "reference_"))
-    }
-    shared = {
-        alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == "transformer_block"
-        for alias in node.names
-    }
+    (below, imports), (own, more) = map(main_definitions, (tb, sys.modules[__name__]))
+    helpers = "demo_", "check_", "reference_", "main"
+    known = {name.lower(): name for name in own if not name.startswith(helpers)}
     for name in names:
-        if name not in own:
-            parser.error(f"unknown name {name}; known: {', '.join(own)}")
+        if name.lower() not in known:
+            near = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
+            hints = [known[word] for word in near] or [n for n in known.values() if "." not in n]
+            parser.error(f"unknown name {name}; nearest or known: {', '.join(hints)}")
+    asked = [known[name.lower()] for name in names]
+    definitions = below | own
 
-    def used(node: ast.AST) -> set[str]:
-        return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    def used(name: str) -> set[str]:
+        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
 
-    needed, queue = set(), list(names)
+    needed, queue = set(), [name for name in asked if "." not in name]
     while queue:
         name = queue.pop()
         if name not in needed:
             needed.add(name)
-            queue += used(own[name]) & own.keys()
-    words = set().union(*(used(own[name]) for name in needed))
-    imports = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    below = tb.main_source(parser, sorted(words & shared))
-    rest = [n for n in ast.parse(below).body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    first = []
-    for node in imports:
-        if getattr(node, "module", "") != "transformer_block":
-            node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
-            first += [ast.unparse(node)] if node.names else []
-    theirs = [ast.unparse(node) for node in rest]
-    first = sorted(
-        {*first, *theirs}, key=lambda line: ("torch" in line, line.startswith("from"), line)
-    )
-    body = "\n".join(below.splitlines()[max((n.end_lineno for n in rest), default=0) :]).strip()
-    texts = ["\n".join(lines[d.lineno - 1 : d.end_lineno]) for n, d in own.items() if n in needed]
-    return "\n\n\n".join(filter(None, ["\n".join(first), body, *texts])) + "\n"
+            queue += used(name) & definitions.keys()
+    words, header = set().union(*map(used, needed)), {}
+    for node in imports + [n for n in more if getattr(n, "module", "") != tb.__name__]:
+        for alias in node.names:
+            if (alias.asname or alias.name.partition(".")[0]) in words:
+                whole = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+                source = getattr(node, "module", None)
+                line = header.setdefault(f"from {source} import" if source else whole, set())
+                line.update({alias.name} if source else ())
+    lines = [" ".join([start, ", ".join(sorted(names))]).strip() for start, names in header.items()]
+    chosen = [n for n in definitions if n in needed] + [n for n in asked if "." in n]
+    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
+    return "\n\n\n".join((["\n".join(lines)] if lines else []) + texts) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
