@@ -714,9 +714,9 @@ def demo_A01(_device: str = "cpu") -> tuple[bool, str]:
     return tb.check_claims(
         f"gated attention vs its formula, GQA with padding, 4 of 6 channels turned: max|Δ|="
         f"{gap:.2e}; by hand (2, -1) gated by σ(0, ln 3): ({gated[0]:.4f}, {gated[1]:.4f}) "
-        f"(expect 1.0, -0.75); in ModernDecoderBlock chunks vs one pass: max|Δ|={chunks:.2e}, around latent "
-        f"attention {loose:.2e}; cache holds {cache.k.shape[1]} heads of {cache.k.shape[3]} and "
-        f"nothing else",
+        f"(expect 1.0, -0.75); in ModernDecoderBlock chunks vs one pass: max|Δ|={chunks:.2e}, "
+        f"around latent attention {loose:.2e}; cache holds {cache.k.shape[1]} heads of "
+        f"{cache.k.shape[3]} and nothing else",
         formula=gap < 1e-11,
         by_hand=abs(gated[0] - 1) + abs(gated[1] + 0.75) < 1e-12,
         chunks=max(chunks, loose) < 1e-11,
@@ -761,7 +761,9 @@ def demo_A02(_device: str = "cpu") -> tuple[bool, str]:
     long = [tb.check_draw(1, 1, 200, 2), F.normalize(tb.check_draw(1, 1, 200, 2), dim=-1)]
     long = *long, tb.check_draw(1, 1, 200, 3), torch.full((1, 1, 200), -20.0).double()
     long = *long, torch.ones(1, 1, 200).double(), torch.zeros(1, 1, 2, 3).double()
-    fast = delta_rule_chunked(*long)[0]  # e^(c_j) alone is e^-4000 here, and 1 / it infinite
+    long[3].requires_grad_()
+    fast = delta_rule_chunked(*long)[0]  # e^(c_i) alone is e^-4000 here, and 1 / it infinite
+    fast.sum().backward()
 
     layer, x = check_delta_layer(), tb.check_draw(2, 9, 12)
     expected, states = zip(*(reference_delta_net(layer, row) for row in x))
@@ -794,7 +796,8 @@ def demo_A02(_device: str = "cpu") -> tuple[bool, str]:
         f"after 30",
         by_hand=max(abs(a - b) for a, b in zip(by_hand, (1.24, 0.32, 1.0))) < 1e-12,
         forms=gap < 1e-11,
-        fading=tb.check_close(fast, delta_rule_recurrent(*long)[0]) and bool(fast.isfinite().all()),
+        fading=tb.check_close(fast, delta_rule_recurrent(*long)[0])
+        and bool(long[3].grad.isfinite().all()),
         formula=max(formula, kept) < 1e-11,
         chunks=chunks < 1e-11,
         padding=left < 1e-11,
@@ -952,6 +955,7 @@ def check_indexed_cache(
         cache.truncate(4)
         twin = copy.copy(cache)
         layer(x[:, 5:], kv_cache=twin, **at)
+        copied = (twin.next_pos, cache.next_pos) == (8, 4)
         broken = []
         for name in ("q_up", "o_proj"):  # ahead of what attn caches, and behind it
             part = getattr(layer.attn, name)
@@ -990,6 +994,7 @@ def check_indexed_cache(
     )
     return {
         "truncate": tb.check_close(again, full[:, 4:]),
+        "copies": copied,
         "after a failure": all(broken) and tb.check_close(after, full[:, 4:]),
         "refusals": refused and cache.next_pos == cache.index.next_pos == 9,
     }
