@@ -302,12 +302,13 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     if logit_softcap is not None:
         raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
-    # The kernel's own causal path sets the first query beside the first key: right for T = S alone.
-    is_causal = causal and keep is None and T == S > 1
-    if causal and T > 1 and not is_causal:
-        keep = without_later_keys(keep, T, S, q.device)
+    is_causal = False
     if T == 1:  # as rows of one head a group's queries read each key once, not H/G times
         q = q.reshape(B, G, H // G, head_dim)  # (B, G, H/G, head_dim)
+    elif causal and keep is None and T == S:
+        is_causal = True  # the kernel sets the first query beside the first key
+    elif causal:
+        keep = without_later_keys(keep, T, S, q.device)
     out = F.scaled_dot_product_attention(
         q, k, v, keep, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != G
     )
@@ -1452,6 +1453,37 @@ def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
 # =============================================================================================
 
 
+PATHS = (attend, attend_fused)
+
+# Every default of a class or function, in the order of its arguments.
+CHECK_DEFAULTS = """
+    VanillaEncoderLayer2017 96 8 384 relu 1e-05
+    VanillaSeq2SeqDecoderLayer2017 96 8 384 relu 1e-05
+    GPT2StyleDecoderLayer 96 8 384 gelu 1e-05
+    ModernDecoderBlock 96 8 2 256 None None 1e-06
+    ParallelDecoderBlock 96 8 None 384 None None True 1e-05
+    BranchNormDecoderBlock 96 8 2 256 None None 1e-06
+    DenseFFN gelu False
+    GatedFFN silu False
+    MoEFFN 4 1
+    SoftmaxRouter True 1.0 1 1 False
+    SigmoidRouter True 1.0 1 1 True
+    MixtureFFN None False
+    ClampedGatedFFN 1.702 7.0
+    RMSNorm 1e-06
+    KVCache None
+    MultiHeadAttention None None False None False False None None 1e-06 attend
+    MultiHeadLatentAttention None
+    build_rope_cache 10000.0 None torch.float32
+    kv_cache_bytes 1 2
+    gated_hidden_size 1 1.0
+    pick_next_token 0.0 None None None
+    DecoderOnlyLM 96 2 8 2 256 2048 10000.0 None None None True 1.0 None 1e-06
+    DecoderOnlyLM.stream None 0.0 None None None None
+    DecoderOnlyLM.generate None 0.0 None None None None
+"""
+
+
 def check_seeded(seed: int) -> Callable:
     """Decorator of a demo: it draws from the CPU generator with this seed and puts it back."""
 
@@ -1574,6 +1606,17 @@ def check_refuses(call: Callable, free: str = "", same: Callable = lambda: True,
                 missed.append(f"{name}={word}: {said}")
     call(**good)
     return {f"{target.__qualname__} refuses {missed}": not missed}
+
+
+def check_table(table: str, names: dict, same: Callable = lambda: True) -> dict[str, bool]:
+    """Lines `call -> Error; word; …`: it must raise just that, say the words and change nothing."""
+    claims, state = {}, torch.get_rng_state()
+    for line in map(str.strip, table.strip().splitlines()):
+        call, _, expected = line.partition(" -> ")
+        error, *words = expected.split("; ")
+        raised = check_raises(eval(error), lambda: eval(call, {**globals(), **names}), *words)
+        claims[line] = raised and same() and torch.equal(state, torch.get_rng_state())
+    return claims
 
 
 def check_exact_device(device: str) -> str:
@@ -2305,84 +2348,54 @@ def demo_D05(device: str = "cpu") -> tuple[bool, str]:
 
 def check_attention(device: str) -> dict[str, bool]:
     """Both attention paths against a loop over queries; every option of MultiHeadAttention."""
-    q, k = check_draw(2, 4, 2, 6, device=device), check_draw(2, 2, 3, 6, device=device)
+    q, k = check_draw(2, 4, 4, 6, device=device), check_draw(2, 2, 3, 6, device=device)
     v, claims = check_draw(2, 2, 3, 7, device=device), {}
     # the first query of the second sample may attend to nothing
-    keep = (
-        torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device)[:, None] > 0
-    )
-    masked = reference_attention(q, k, v, keep)
-    later = {  # queries and keys: as many, a chunk behind a cache, two queries before the first key
-        "causal": (q, k[:, :, :2]),
-        "causal chunk": (q, k),
-        "causal, more queries": (torch.cat((q, q), 2), k[:, :, :2]),
-    }
-    for path in (attend, attend_fused):
-        name, rows = path.__name__, keep[:1, 0, :1, :]
-        for case, (queries, keys) in later.items():
-            T, S = queries.shape[2], keys.shape[2]
-            lower, seen = reference_causal(T, S).to(device), keep[:, :, :1, :S]
-            given = queries, keys, v[:, :, :S]
-            claims[f"{name} {case}"] = all(
-                check_close(path(*given, both, causal=True), reference_attention(*given, expected))
-                for both, expected in ((None, lower[None, None]), (seen, lower & seen))
-            )
-        half = path(q.half(), k.half(), v.half(), keep)
-        claims |= {
-            name: check_close(path(q, k, v, keep), masked),
-            f"{name} single query": check_close(
-                path(q[:1, :, :1], k[:1], v[:1], keep[:1, :, :1]), masked[:1, :, :1]
-            ),
-            f"{name} scale": check_close(
-                path(q, k, v, scale=2), reference_attention(q, k, v, None, 2)
-            ),
-            f"{name} broadcast": check_close(
-                path(q, k, v, rows), path(q, k, v, rows.expand(2, 1, 2, 3))
-            ),
-            f"{name} of a bool": check_close(
-                path(q, k, v, keep[0, 0, 0, 0].new_ones(())), path(q, k, v)
-            ),
-            f"{name} half": half.dtype == torch.float16 and check_close(half, masked, 0.02),
-        }
-    halves = []
+    keep = torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device) > 0
+    keep = keep[:, None]  # (B, 1, 2, S)
+    rows, two, every = keep[:1, 0, :1], q[:, :, :2], keep[0, 0, 0, 0]
+    cases = [  # a mask of each rank; fewer queries than keys, one, as many, more
+        *((two, keep, False, None), (two, rows, False, 2), (two, every, False, None)),
+        *((two, keep, True, None), (q[:, :, :1], keep[:, :, :1], True, None)),
+        *((T, mask, True, None) for T in (two, q[:, :, :3], q) for mask in (None, rows)),
+    ]
+    for path, (i, (part, mask, causal, scale)) in itertools.product(PATHS, enumerate(cases)):
+        T = part.shape[2]
+        seen = reference_causal(T, 3) if causal else torch.ones(T, 3, dtype=torch.bool)
+        seen = seen.to(device) if mask is None else seen.to(device) & mask
+        out = path(part, k, v, mask, causal=causal, scale=scale)
+        claims[f"{path.__name__} {i}"] = check_close(
+            out, reference_attention(part, k, v, seen, scale)
+        )
+    for path in PATHS:
+        half = path(two.half(), k.half(), v.half(), keep)
+        close = check_close(half, reference_attention(two, k, v, keep), 0.02)
+        claims[f"{path.__name__} half"] = half.dtype == torch.float16 and close
     for dtype in (torch.float16, torch.bfloat16):
         low = check_draw(1, 1, 16, 6, device=device).to(dtype)
-        scores = ((low * 6**-0.5) @ low.mT).float()
+        expected = (2 * torch.tanh(((low * 6**-0.5) @ low.mT).float() / 2)).softmax(-1).to(dtype)
         capped = attend(low, low, low, logit_softcap=2.0)
-        expected = (2 * torch.tanh(scores / 2)).softmax(-1).to(dtype) @ low
-        halves.append(torch.equal(capped, expected))
-    equal = check_draw(4, 4, 4, 2, device=device)  # B = H = S
-    pairs = equal, equal[:, :2], equal[:, 2:]
+        claims[f"soft cap in float32, {dtype}"] = torch.equal(capped, expected @ low)
     big = torch.full((1, 1, 1, 64), 60.0, dtype=torch.float16, device=device)
-    poisoned = q.clone()
-    poisoned[0, 0, 0, 0] = math.nan
-    lost = attend(poisoned, k, v).isnan()
+    capped = attend(two, k, v, keep, logit_softcap=0.7)
+    claims["soft cap"] = check_close(capped, reference_attention(two, k, v, keep, softcap=0.7))
+    two[0, 0, 0, 0] = math.nan
+    lost = attend(two, k, v).isnan()
     x, memory = check_draw(2, 5, 16, device=device), check_draw(2, 3, 16, device=device)
     cos, sin = build_rope_cache(5, 6, device=device)
-    for options in (
-        {"bias": True},
-        {"bias": True, "qkv_bias": False},
-        {"qkv_bias": True},
-        {"qk_norm": True, "norm_eps": 0.1},
-        {"scale": 0.3},
-    ):
+    biases = [{"bias": True}, {"bias": True, "qkv_bias": False}, {"qkv_bias": True}]
+    for options in (*biases, {"qk_norm": True, "norm_eps": 0.1}, {"scale": 0.3}):
         layer = MultiHeadAttention(16, 4, 2, head_dim=6, rope=True, **options)
         out, _ = check_randomized(layer, device)(x, cos=cos, sin=sin)
         claims[str(options)] = check_close(out, reference_layer(layer, x, None)[0])
         bias = options.get("bias", False)
         wanted = [options.get("qkv_bias", bias)] * 3 + [bias]
-        linears = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
-        claims[f"{options} biases"] = [part.bias is not None for part in linears] == wanted
+        has = [part.bias is not None for part in layer.children() if isinstance(part, nn.Linear)]
         norms = [part.eps for part in layer.modules() if isinstance(part, RMSNorm)]
-        claims[f"{options} norms"] = norms == [options.get("norm_eps")] * len(norms)
+        same = norms == [options.get("norm_eps")] * len(norms)
+        claims[f"{options} biases and norms"] = has == wanted and same
     cross = check_randomized(MultiHeadAttention(16, 4), device)
     return claims | {
-        "grouped": check_close(attend_fused(*pairs), attend(*pairs)),
-        "soft cap": check_close(
-            attend(q, k, v, keep, logit_softcap=0.7),
-            reference_attention(q, k, v, keep, softcap=0.7),
-        ),
-        "soft cap in float32": all(halves),
         # 64 * 60 * 60 is over float16's 65504, an eighth of it is not
         "half scores": attend(big, big, big).isfinite().all(),
         "NaN stays": lost[0, 0, 0].all() and lost.sum() == 7,
@@ -2416,81 +2429,43 @@ def check_counts(device: str) -> dict[str, bool]:
     cache, h = KVCache(), torch.zeros(2, 7, 96, device=device)
     MultiHeadAttention(96, 8, 2).to(device)(h, kv_cache=cache)
     stored = cache.k.nbytes + cache.v.nbytes
-    released = {
-        (4096, 256): 11008,  # Llama-2-7B
-        (4096, 1024, 1.3): 14336,  # Llama-3-8B
-        (8192, 4096, 1.3): 28672,  # Llama-3-70B
-    }
-    defaults = {
-        VanillaEncoderLayer2017: (96, 8, 384, F.relu, 1e-5),
-        VanillaSeq2SeqDecoderLayer2017: (96, 8, 384, F.relu, 1e-5),
-        GPT2StyleDecoderLayer: (96, 8, 384, F.gelu, 1e-5),
-        ModernDecoderBlock: (96, 8, 2, 256, None, None, 1e-6),
-        ParallelDecoderBlock: (96, 8, None, 384, None, None, True, 1e-5),
-        BranchNormDecoderBlock: (96, 8, 2, 256, None, None, 1e-6),
-        DenseFFN: (F.gelu, False),
-        GatedFFN: (F.silu, False),
-        MoEFFN: (4, 1),
-        SoftmaxRouter: (True, 1.0, 1, 1, False),
-        SigmoidRouter: (True, 1.0, 1, 1, True),
-        MixtureFFN: (None, False),
-        ClampedGatedFFN: (1.702, 7.0),
-        RMSNorm: (1e-6,),
-        KVCache: (None,),
-        MultiHeadAttention: (None, None, False, None, False, False, None, None, 1e-6, attend),
-        MultiHeadLatentAttention: (None,),
-        build_rope_cache: (10000.0, None, torch.float32),
-        kv_cache_bytes: (1, 2),
-        gated_hidden_size: (1, 1.0),
-        pick_next_token: (0.0, None, None, None),
-        DecoderOnlyLM: (
-            *(96, 2, 8, 2, 256, 2048, 10000.0, None, None, None, True, 1.0, None, 1e-6),
-        ),
-        DecoderOnlyLM.generate: (None, 0.0, None, None, None, None),
-    }
-    latent = {"kv_rank": 6, "rope_dim": 4, "nope_dim": 3, "v_dim": 5}
+    # Llama-2-7B, Llama-3-8B and Llama-3-70B
+    released = {(4096, 256): 11008, (4096, 1024, 1.3): 14336, (8192, 4096, 1.3): 28672}
+    latent = functools.partial(MultiHeadLatentAttention, 16, 4, kv_rank=6, rope_dim=4, nope_dim=3)
     below = 16 * (6 + 4) + 6 + 6 * 4 * (3 + 5) + 4 * 5 * 16  # kv_down, kv_norm, kv_up, o_proj
+    low = 16 * 9 + 9 + 9 * 4 * 7 + below
     claims = {
-        "latent": demo_count(MultiHeadLatentAttention(16, 4, **latent)) == 16 * 4 * 7 + below,
-        "low rank": demo_count(MultiHeadLatentAttention(16, 4, q_rank=9, **latent))
-        == 16 * 9 + 9 + 9 * 4 * 7 + below,
+        "latent": demo_count(latent(v_dim=5)) == 16 * 4 * 7 + below,
+        "low rank": demo_count(latent(v_dim=5, q_rank=9)) == low,
         "cache": kv_cache_bytes(1, 2, 12, length=7, batch=2, bytes_per_element=4) == stored,
         "elements": kv_cache_elements(2, 12) == stored // (2 * 7 * 4),
         "70B as MHA": kv_cache_bytes(80, 64, 128, 4096) == 10 * 2**30,
         "70B as released": kv_cache_bytes(80, 8, 128, 4096) == 10 * 2**30 // 8,
         **{f"d_ff of {size}": gated_hidden_size(*size) == d_ff for size, d_ff in released.items()},
     }
-    for item, expected in defaults.items():
-        parameters = inspect.signature(item).parameters.values()
-        values = tuple(p.default for p in parameters if p.default is not p.empty)
-        claims[f"defaults of {item.__name__}"] = values == expected
-    attn, biased = 4 * 96 * 96, 4 * 96 * 96 + 4 * 96
-    ffn, biased_ffn = 73728, 73728 + 384 + 96
+    for line in map(str.split, CHECK_DEFAULTS.strip().splitlines()):
+        parameters = inspect.signature(eval(line[0])).parameters.values()
+        values = [p.default for p in parameters if p.default is not p.empty]
+        claims[f"defaults of {line[0]}"] = [getattr(v, "__name__", str(v)) for v in values] == line[
+            1:
+        ]
+    biased, ffn, norms = 4 * 96 * 97, 73728 + 384 + 96, 2 * 96
     x, tables = torch.zeros(1, 2, 96), dict(zip(("cos", "sin"), build_rope_cache(2, 12)))
-    blocks = {  # parameters, rotation, activation, eps of the norms, and what forward needs
-        VanillaEncoderLayer2017(eps=0.1): (biased + biased_ffn + 4 * 96, F.relu, [0.1] * 2, {}),
-        VanillaSeq2SeqDecoderLayer2017(eps=0.1): (
-            2 * biased + biased_ffn + 6 * 96,
-            F.relu,
-            [0.1] * 3,
-            {"memory": x},
-        ),
-        GPT2StyleDecoderLayer(eps=0.1): (biased + biased_ffn + 4 * 96, F.gelu, [0.1] * 2, {}),
-        ModernDecoderBlock(eps=0.1): (23040 + ffn + 2 * 96, F.silu, [0.1] * 2, tables),
-        ParallelDecoderBlock(eps=0.1): (attn + ffn + 2 * 96, F.gelu, [0.1], {}),
-        ParallelDecoderBlock(shared_norm=False): (attn + ffn + 4 * 96, F.gelu, [1e-5] * 2, {}),
-        BranchNormDecoderBlock(eps=0.1): (23040 + ffn + 4 * 96, F.silu, [0.1] * 4, tables),
-    }
-    for block, (total, act, eps, given) in blocks.items():
-        count = demo_count(block)
-        norms = [part.eps for part in block.modules() if hasattr(part, "eps")]
+    for block, total, act, eps, given in [  # parameters, activation, eps of the norms, forward's
+        (VanillaEncoderLayer2017(eps=0.1), biased + ffn + 2 * norms, F.relu, [0.1] * 2, {}),
+        (VanillaSeq2SeqDecoderLayer2017(eps=0.1), 2 * biased + ffn + 3 * norms, F.relu, [0.1] * 3,
+         {"memory": x}),
+        (GPT2StyleDecoderLayer(eps=0.1), biased + ffn + 2 * norms, F.gelu, [0.1] * 2, {}),
+        (ModernDecoderBlock(eps=0.1), 23040 + 73728 + norms, F.silu, [0.1] * 2, tables),
+        (ParallelDecoderBlock(eps=0.1), 36864 + 73728 + norms, F.gelu, [0.1], {}),
+        (ParallelDecoderBlock(shared_norm=False), 110592 + 2 * norms, F.gelu, [1e-5] * 2, {}),
+        (BranchNormDecoderBlock(eps=0.1), 23040 + 73728 + 2 * norms, F.silu, [0.1] * 4, tables),
+    ]:  # fmt: skip
+        made = [part.eps for part in block.modules() if hasattr(part, "eps")]
         turned = getattr(block, "attn", block).__dict__.get("rope", False)
-        claims[f"default {type(block).__name__}"] = (count, block.ffn.act, norms, turned) == (
-            total,
-            act,
-            eps,
-            "cos" in given,
-        ) and block.to(device)(x.to(device), **given).shape == x.shape
+        same = (demo_count(block), block.ffn.act, made, turned) == (total, act, eps, "cos" in given)
+        shape = block.to(device)(x.to(device), **given).shape
+        claims[f"default {type(block).__name__}"] = same and shape == x.shape
     return claims
 
 
@@ -2754,25 +2729,25 @@ def check_mixtures(device: str) -> dict[str, bool]:
     ):
         claims |= check_refuses(call, free, **good)
     half = torch.zeros(2, 4, dtype=torch.float16)
-    for i, (error, call, *words) in enumerate(
-        [
-            (ValueError, lambda: few(5), "top_k", 4, 5),
-            (ValueError, lambda: few(3, n_groups=2), "top_k", 2, 3),
-            (ValueError, lambda: few(1, n_groups=3), "n_groups=3", "n_experts=4"),
-            (ValueError, lambda: few(1, n_groups=2, top_groups=3), "top_groups", 2, 3),
-            (ValueError, lambda: MixtureFFN(router, [layer]), "experts", 4, 1),
-            (ValueError, lambda: MixtureFFN(nn.Identity(), []), "experts", 1, 0),
-            (TypeError, lambda: MixtureFFN(router, [layer, 3]), "experts", "[", 3),
-            (TypeError, lambda: MixtureFFN(router, 3), "experts", 3),
-            (ValueError, lambda: sink(q[:, :2], k, v), "n_q_heads=4", 2),
-            (ValueError, lambda: sink(q, k, v, logit_softcap=0.0), "logit_softcap", 0.0),
-            (ValueError, lambda: sink(q, k, v, scale=0.0), "scale", 0.0),
-            (TypeError, lambda: layer(half), "x must", "float16"),
-            (TypeError, lambda: router(half), "tokens must", "float16"),
-            (TypeError, lambda: mixture(half), "x must", "float16"),
-        ]
-    ):
-        claims[f"mixtures {i} {words}"] = check_raises(error, call, *words)
+    claims |= check_table(
+        """
+        few(5) -> ValueError; top_k; 4; 5
+        few(3, n_groups=2) -> ValueError; top_k; 2; 3
+        few(1, n_groups=3) -> ValueError; n_groups=3; n_experts=4
+        few(1, n_groups=2, top_groups=3) -> ValueError; top_groups; 2; 3
+        MixtureFFN(router, [layer]) -> ValueError; experts; 4; 1
+        MixtureFFN(nn.Identity(), []) -> ValueError; experts; 1; 0
+        MixtureFFN(router, [layer, 3]) -> TypeError; experts; [; 3
+        MixtureFFN(router, 3) -> TypeError; experts; 3
+        sink(q[:, :2], k, v) -> ValueError; n_q_heads=4; 2
+        sink(q, k, v, logit_softcap=0.0) -> ValueError; logit_softcap; 0.0
+        sink(q, k, v, scale=0.0) -> ValueError; scale; 0.0
+        layer(half) -> TypeError; x must; float16
+        router(half) -> TypeError; tokens must; float16
+        mixture(half) -> TypeError; x must; float16
+    """,
+        locals(),
+    )
     return claims
 
 
@@ -2841,30 +2816,23 @@ def check_refusals(_device: str) -> dict[str, bool]:
         attn = MultiHeadAttention(16, 2, head_dim=4 + 2 * layer, rope=True)
         return ModernDecoderBlock(16, attn=attn)
 
-    state = torch.get_rng_state()
-    refused = [
-        (ValueError, lambda: build_rope_cache(4, 5), "head_dim", 5),
-        (TypeError, lambda: build_rope_cache(4, 4, dtype=torch.int64), "dtype", "int64"),
-        (TypeError, lambda: build_rope_cache(4, 4, dtype="half"), "dtype", "half"),
-        (
-            ValueError,
-            lambda: MultiHeadLatentAttention(4, 2, **{**ranks, "rope_dim": 3}),
-            "rope_dim",
-        ),
-        (ValueError, lambda: fused(logit_softcap=30.0), "logit_softcap", 30.0),
-        (ValueError, lambda: attention_parameters(10, 4), "d_model=10", "n_q_heads=4"),
-        (ValueError, lambda: attention_parameters(12, 6, 4), "n_q_heads=6", "n_kv_heads=4"),
-        (ValueError, lambda: small(windows=[None]), "windows", 2),
-        (ValueError, lambda: small(windows=[None, 0]), "windows", 0),
-        (TypeError, lambda: small(windows=3), "windows", 3),
-        (ValueError, lambda: small(rope_dim=1), "rope_dim", 1),
-        (ValueError, lambda: small(rope_dim=4), "rope_dim", 2, 4),
-        (ValueError, lambda: small(make_block=widths), "rope_dim", "[4, 6]"),
-        (ZeroDivisionError, lambda: small(make_block=lambda layer: widths(1 // (1 - layer)))),
-    ]
-    for i, (error, call, *words) in enumerate(refused):
-        claims[f"{i} {words}"] = check_raises(error, call, *words)
-    claims["nothing drawn"] = torch.equal(state, torch.get_rng_state())
+    table = """
+        build_rope_cache(4, 5) -> ValueError; head_dim; 5
+        build_rope_cache(4, 4, dtype=torch.int64) -> TypeError; dtype; int64
+        build_rope_cache(4, 4, dtype="half") -> TypeError; dtype; half
+        MultiHeadLatentAttention(4, 2, **{**ranks, "rope_dim": 3}) -> ValueError; rope_dim
+        fused(logit_softcap=30.0) -> ValueError; logit_softcap; 30.0
+        attention_parameters(10, 4) -> ValueError; d_model=10; n_q_heads=4
+        attention_parameters(12, 6, 4) -> ValueError; n_q_heads=6; n_kv_heads=4
+        small(windows=[None]) -> ValueError; windows; 2
+        small(windows=[None, 0]) -> ValueError; windows; 0
+        small(windows=3) -> TypeError; windows; 3
+        small(rope_dim=1) -> ValueError; rope_dim; 1
+        small(rope_dim=4) -> ValueError; rope_dim; 2; 4
+        small(make_block=widths) -> ValueError; rope_dim; [4, 6]
+        small(make_block=lambda layer: widths(1 // (1 - layer))) -> ZeroDivisionError
+    """
+    claims |= check_table(table, locals())
     claims["fused without soft cap"] = fused().logit_softcap is None
     claims["rope_dim given"] = small(make_block=widths, rope_dim=4).blocks[1].attn.rope_dim == 6
     return claims
@@ -2941,42 +2909,33 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
     claims |= check_refuses(append, "k_new2 v_new2", unchanged, k_new=k, v_new=k)
     claims |= check_refuses(cache.truncate, "length0", unchanged, length=3)
     block, attends = ModernDecoderBlock(16, attn=attn), functools.partial(attn, kv_cache=cache)
-    refused = [
-        (ValueError, lambda: attends(x[:, :2], cos=cos, sin=sin), "max_len=4", 5),
-        (ValueError, lambda: attends(x, cos=cos, sin=sin), "cos", 5, 6),
-        (ValueError, lambda: attends(y, cos=cos, sin=sin[:, :2]), "sin", "[5, 2]"),
-        (ValueError, lambda: attends(y, cos=cos[:, :3], sin=sin[:, :3]), "cos", 3),
-        (ValueError, lambda: attends(y, cos=cos.repeat(1, 2), sin=sin.repeat(1, 2)), "cos", 8),
-        (
-            ValueError,
-            lambda: attends(y, cos=cos, sin=sin, mask=seen[None, :1]),
-            "mask",
-            "[1, 1, 4]",
-        ),
-        (TypeError, lambda: attends(y.half(), cos=cos, sin=sin), "x", "float16"),
-        (TypeError, lambda: block(y, cos, sin, kv_cache=[cache]), "kv_cache", "list"),
-        (ValueError, lambda: cache.truncate(4), "length", 4, "next_pos=3"),
-        (TypeError, lambda: cache.append(k.half(), k.half()), "k_new", "float16"),
-        (TypeError, lambda: cache.append(k, k.half()), "v_new", "float16"),
-        (TypeError, lambda: cache.append(k, k.to("meta")), "v_new", "meta"),
-        (ValueError, lambda: cache.append(k[..., :2], k), "k_new", "[2, 2, 1, 2]"),
-        (ValueError, lambda: cache.append(k, k[..., :2]), "v_new", "[2, 2, 1, 2]"),
-        (ValueError, lambda: KVCache().append(k, k[:, :1]), "v_new", "[2, 1, 1, 4]"),
-    ]
-    for i, (error, call, *words) in enumerate(refused):
-        claims[f"{i} {words[0]}"] = check_raises(error, call, *words) and unchanged()
+    table = """
+        attends(x[:, :2], cos=cos, sin=sin) -> ValueError; max_len=4; 5
+        attends(x, cos=cos, sin=sin) -> ValueError; cos; 5; 6
+        attends(y, cos=cos, sin=sin[:, :2]) -> ValueError; sin; [5, 2]
+        attends(y, cos=cos[:, :3], sin=sin[:, :3]) -> ValueError; cos; 3
+        attends(y, cos=cos.repeat(1, 2), sin=sin.repeat(1, 2)) -> ValueError; cos; 8
+        attends(y, cos=cos, sin=sin, mask=seen[None, :1]) -> ValueError; mask; [1, 1, 4]
+        attends(y.half(), cos=cos, sin=sin) -> TypeError; x; float16
+        block(y, cos, sin, kv_cache=[cache]) -> TypeError; kv_cache; list
+        cache.truncate(4) -> ValueError; length; 4; next_pos=3
+        cache.append(k.half(), k.half()) -> TypeError; k_new; float16
+        cache.append(k, k.half()) -> TypeError; v_new; float16
+        cache.append(k, k.to("meta")) -> TypeError; v_new; meta
+        cache.append(k[..., :2], k) -> ValueError; k_new; [2, 2, 1, 2]
+        cache.append(k, k[..., :2]) -> ValueError; v_new; [2, 2, 1, 2]
+        KVCache().append(k, k[:, :1]) -> ValueError; v_new; [2, 1, 1, 4]
+    """
+    claims |= check_table(table, locals(), unchanged)
     attends(y, cos=cos, sin=sin, mask=seen[None, :1].expand(2, -1, -1))
     claims["goes on"] = cache.next_pos == 4 and torch.equal(cache.k[:, :, :3], before[0])
     latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=8, nope_dim=4, v_dim=4)
-    tables = {"cos": cos, "sin": sin}
-    claims["latent cos"] = check_raises(
-        ValueError, lambda: latent.to(device)(x, **tables), "cos", 8, "[3, 4]"
-    )
     attn.k_proj = nn.Linear(16, 6).to(device)  # a shard of one and a half heads
-    claims["too many ranks"] = check_raises(
-        ValueError, lambda: attn(x, **tables), "head_dim=4", "n_kv_heads", "ranks"
-    )
-    return claims
+    table = """
+        latent.to(device)(x, cos=cos, sin=sin) -> ValueError; cos; 8; [3, 4]
+        attn(x, cos=cos, sin=sin) -> ValueError; head_dim=4; n_kv_heads; ranks
+    """
+    return claims | check_table(table, locals())
 
 
 def check_generate_refusals(device: str) -> dict[str, bool]:
@@ -3013,41 +2972,30 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
     claims |= check_refuses(pick_next_token, free, logits=logits[0], **sampling)
     answer = {"key_padding_mask": seen, "predict": seen}
     claims |= check_refuses(next_token_loss, "logits2", logits=logits, ids=ids, **answer)
-    refused = [
-        (ValueError, lambda: lm(long[:, :4], kv_caches=caches), "ids", 7, "max_len=6"),
-        (ValueError, lambda: lm(ids, kv_caches=caches[:1]), "kv_caches", 2, 1),
-        (ValueError, lambda: lm(ids, kv_caches=uneven), "kv_caches", "[0, 3]"),
-        (ValueError, lambda: lm(ids, kv_caches=short), "max_len=4", 6),
-        (ValueError, lambda: lm(ids, kv_caches=caches[:1] * 2), "kv_caches", "twice"),
-        (TypeError, lambda: lm(ids, kv_caches=caches[0]), "kv_caches", "KVCache"),
-        (ValueError, lambda: lm(ids + 4), "ids", 6, 7),
-        (TypeError, lambda: empty(generator=3), "generator", 3),
-        (ValueError, lambda: empty(top_p=1.01), "top_p", 1.01),
-        (ValueError, lambda: empty(eos_id=7), "eos_id", 7),
-        (ValueError, lambda: empty(eos_id=[1, 7]), "eos_id", 7),
-        (ValueError, lambda: pick_next_token(logits[0, :, :0]), "logits", "[3, 0]"),
-        (ValueError, lambda: lm.stream(ids, 4), "max_new_tokens=4", "max_len=6"),
-        (ValueError, lambda: lm.generate(ids[:, :0], 1), "ids"),
-        (ValueError, lambda: empty(key_padding_mask=ids < 3), "key_padding_mask", "left"),
-        (ValueError, lambda: empty(key_padding_mask=ids == 2), "key_padding_mask", "left"),
-        (ValueError, lambda: empty(key_padding_mask=ids < 0), "key_padding_mask", "left"),
-        (
-            ValueError,
-            lambda: empty(key_padding_mask=torch.stack((seen[0], ~seen[0]))),
-            "key_padding_mask",
-        ),
-        (
-            ValueError,
-            lambda: lm.generate(long[:, :4], 1, key_padding_mask=hole),
-            "key_padding_mask",
-        ),
-        (ValueError, lambda: next_token_loss(logits, ids + 4), "ids", 7),
-        (ValueError, lambda: next_token_loss(logits, ids - 4), "ids", -3),
-    ]
-    state = torch.get_rng_state()
-    for i, (error, call, *words) in enumerate(refused):
-        claims[f"generate {i} {words[0]}"] = check_raises(error, call, *words) and same()
-    claims["generator"] = torch.equal(state, torch.get_rng_state())
+    table = """
+        lm(long[:, :4], kv_caches=caches) -> ValueError; ids; 7; max_len=6
+        lm(ids, kv_caches=caches[:1]) -> ValueError; kv_caches; 2; 1
+        lm(ids, kv_caches=uneven) -> ValueError; kv_caches; [0, 3]
+        lm(ids, kv_caches=short) -> ValueError; max_len=4; 6
+        lm(ids, kv_caches=caches[:1] * 2) -> ValueError; kv_caches; twice
+        lm(ids, kv_caches=caches[0]) -> TypeError; kv_caches; KVCache
+        lm(ids + 4) -> ValueError; ids; 6; 7
+        empty(generator=3) -> TypeError; generator; 3
+        empty(top_p=1.01) -> ValueError; top_p; 1.01
+        empty(eos_id=7) -> ValueError; eos_id; 7
+        empty(eos_id=[1, 7]) -> ValueError; eos_id; 7
+        pick_next_token(logits[0, :, :0]) -> ValueError; logits; [3, 0]
+        lm.stream(ids, 4) -> ValueError; max_new_tokens=4; max_len=6
+        lm.generate(ids[:, :0], 1) -> ValueError; ids
+        empty(key_padding_mask=ids < 3) -> ValueError; key_padding_mask; left
+        empty(key_padding_mask=ids == 2) -> ValueError; key_padding_mask; left
+        empty(key_padding_mask=ids < 0) -> ValueError; key_padding_mask; left
+        empty(key_padding_mask=torch.stack((seen[0], ~seen[0]))) -> ValueError; key_padding_mask
+        lm.generate(long[:, :4], 1, key_padding_mask=hole) -> ValueError; key_padding_mask
+        next_token_loss(logits, ids + 4) -> ValueError; ids; 7
+        next_token_loss(logits, ids - 4) -> ValueError; ids; -3
+    """
+    claims |= check_table(table, locals(), same)
     lm.train()
     for broken in ("final_norm", "lm_head", "blocks"):  # each fails behind an append
         kept = getattr(lm, broken)
@@ -3170,17 +3118,17 @@ def check_masks(device: str) -> dict[str, bool]:
     for path in (attend, attend_fused):
         good = {"q": q, "k": k, "v": k, "keep": keep, "scale": 0.5}
         claims |= check_refuses(path, "q1 v3 keep0 keep3 keeprank", **good)
-        refused = [
-            (ValueError, lambda: path(four, *[four[:, :3, :2]] * 2), "q", 4, 3),
-            (ValueError, lambda: path(four, *[four[:, :0, :2]] * 2), "q", 4, 0),
-            (TypeError, lambda: path(q, k.half(), k), "k", "float16"),
-            (TypeError, lambda: path(q, k, k.half()), "v", "float16"),
-            (ValueError, lambda: path(q, k, k, keep[:2]), "keep", "[2, 1, 3, 2]"),
-            (ValueError, lambda: path(q[..., :0], k[..., :0], k), "q", "[3, 1, 3, 0]"),
-            (ValueError, lambda: path(q, k, k, logit_softcap=0), "logit_softcap", 0),
-        ]
-        claims[f"{path.__name__} refuses"] = all(
-            check_raises(error, call, *words) for error, call, *words in refused
+        claims |= check_table(
+            """
+            path(four, *[four[:, :3, :2]] * 2) -> ValueError; q; 4; 3
+            path(four, *[four[:, :0, :2]] * 2) -> ValueError; q; 4; 0
+            path(q, k.half(), k) -> TypeError; k; float16
+            path(q, k, k.half()) -> TypeError; v; float16
+            path(q, k, k, keep[:2]) -> ValueError; keep; [2, 1, 3, 2]
+            path(q[..., :0], k[..., :0], k) -> ValueError; q; [3, 1, 3, 0]
+            path(q, k, k, logit_softcap=0) -> ValueError; logit_softcap; 0
+        """,
+            locals(),
         )
     positions = {"q_positions": torch.arange(3), "k_positions": torch.arange(2)}
     claims |= check_refuses(build_causal_mask, "q_positions0 k_positions0", **positions, window=2)

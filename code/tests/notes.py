@@ -39,7 +39,8 @@ def definition(name: str, start: str = "") -> str:
     if "." in name:
         method = name.partition(".")[2]
         node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
-    lines = source.split("\n")[node.lineno - 1 : node.end_lineno]  # with a comment at the end
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = source.split("\n")[first - 1 : node.end_lineno]  # with a comment at the end
     lines = textwrap.dedent("\n".join(lines)).split("\n")
     first = next(i for i, line in enumerate(lines) if line.strip().startswith(start))
     return textwrap.dedent("\n".join(lines[first:]))
