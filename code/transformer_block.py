@@ -2650,12 +2650,17 @@ def check_mixtures(device: str) -> dict[str, bool]:
     empty = router(x[0].abs())[0]  # scores that round to zero
     claims["no weight left"] = not empty.any() and router.aux_loss.item() == 0
     claims["copies"] = not copy.deepcopy(mixture).router.aux_loss.requires_grad
-    sink = SinkAttention(1).to(device)
-    nn.init.constant_(sink.sinks, 2049.0)
     for dtype in (torch.float16, torch.bfloat16):
         score = torch.full((1, 1, 1, 1), 2048.0, dtype=dtype, device=device)
-        one = torch.ones_like(score)  # 2049 is in neither dtype
-        claims[f"sink, {dtype}"] = abs(sink(score, one, one).item() - 1 / (1 + math.e)) < 1e-2
+        one, capped = torch.ones_like(score), 2048 * math.tanh(1)  # neither dtype has it, or 2049
+        for b, kind, cap, gap in (
+            (2049.0, None, None, 1.0),
+            (1560.0, dtype, 2048.0, 1560 - capped),
+        ):
+            sink = SinkAttention(1).to(device, kind)
+            nn.init.constant_(sink.sinks, b)
+            share = sink(score, one, one, logit_softcap=cap).item()
+            claims[f"sink {b}, {dtype}"] = abs(share - 1 / (1 + math.exp(gap))) < 1e-2
         half = MixtureFFN(SigmoidRouter(6, 2, 1), [GatedFFN(6, 5)] * 2).to(device, dtype)
         out, weights = half(x.to(dtype)), half.router(x[0].to(dtype))[0]
         same = out.dtype == weights.dtype == dtype
