@@ -1,7 +1,8 @@
 """Blocks, model and loss under torch.compile, torch.export and torch.func, as the script has them.
 
-Every dense block is one graph, without a cache forward and backward too, and so is the model without
-caches. With a cache the lengths of a growing buffer decide which decoding steps are compiled anew.
+Every dense block is one graph, without a cache forward and backward too, and so is the model
+without caches. With a cache the lengths of a growing buffer decide which decoding steps are
+compiled anew.
 """
 
 import copy
