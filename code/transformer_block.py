@@ -2642,7 +2642,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
         biased = "selection_bias" in router.state_dict()
         if biased:
             new = new and not router.selection_bias.any()
-            router.selection_bias.uniform_(-0.5, 0.5)
+            router.selection_bias.uniform_(-1.5, -0.5)
         mixture(x[0, :2]).sum().backward()
         used = [n > 0 for n in router.tokens_per_expert]
         taught = [any(p.grad.any() for p in ffn.parameters()) for ffn in experts]
@@ -2655,7 +2655,8 @@ def check_mixtures(device: str) -> dict[str, bool]:
         balance = 8 * sum(n / 21 * p for n, p in zip(counts, mean))
         claims |= {
             f"{i} new": new and biased == (i in (2, 3)) and (router.router.bias is None) == (i > 0),
-            f"{i} options": all(vars(router).get(k, v) == v for k, v in options.items()),
+            f"{i} options": all(vars(router).get(k, v) == v for k, v in options.items())
+            and mixture.weigh_input == (i == 4),
             f"{i} experts": chosen.tolist() == [list(route) for route in routes],
             f"{i} weights": check_gap(weights, by_hand) < 1e-11,
             f"{i} counts": router.tokens_per_expert == counts,
