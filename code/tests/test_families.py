@@ -12,6 +12,7 @@ outputs may differ by 5e-6; elsewhere by 1e-10.
 import dataclasses
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -1119,6 +1120,146 @@ def test_switch_router_and_experts():
         logits.softmax(-1).reshape(1, B * T, 3), chosen.argmax(-1).reshape(1, B * T)
     )
     torch.testing.assert_close(ours.aux_loss.double(), loss.double(), atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [4, 6])
+def test_bloom_alibi(heads):
+    """ALiBi through attend=: one more channel, in which a head's slope meets a key's position.
+
+    attend() adds slope * j to the score of key j; ALiBi adds slope * (j - i), which is the same
+    under a softmax.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2 ** (-4 * (h + 1) / power) for h in range(0, 2 * (heads - power), 2)]
+
+    def alibi(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, **options) -> Tensor:
+        slope = torch.tensor(slopes, dtype=q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+        at = torch.arange(k.shape[2], dtype=k.dtype)[:, None].expand(*k.shape[:3], 1)
+        q = torch.cat((q * q.shape[3] ** -0.5, slope), dim=3)
+        return tb.attend(q, torch.cat((k, at), dim=3), v, keep, **options | {"scale": 1.0})
+
+    def block(_layer: int) -> nn.Module:
+        attn = tb.MultiHeadAttention(D, heads, bias=True, attend=alibi)
+        made = modern(attn=attn, ffn=tb.DenseFFN(D, 4 * D, tanh_gelu, bias=True))
+        return with_parts(made, norm1=layer_norm(), norm2=layer_norm())
+
+    model = layer_norm_lm(block, rope_dim=2)
+    parts = {"table": model.embedding, "norm": layer_norm()}
+    model.embedding = nn.Sequential(OrderedDict(parts))
+    width = D // heads
+
+    def part(start: int) -> tuple:
+        """Query, key and value of each head stand together."""
+        path = "self_attention.query_key_value"
+        return path, lambda w: w.unflatten(0, (heads, 3, width))[:, start].flatten(0, 1)
+
+    names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    names |= {f"attn.{n}_proj": part(i) for i, n in enumerate("qkv")}
+    names |= {"attn.o_proj": "self_attention.dense"}
+    names |= {"ffn.up": "mlp.dense_h_to_4h", "ffn.down": "mlp.dense_4h_to_h"}
+    names = gpt2_names(names)
+    names |= {"embedding.table": "transformer.word_embeddings"}
+    names |= {"embedding.norm": "transformer.word_embeddings_layernorm"}
+    config = transformers.BloomConfig(
+        vocab_size=V, hidden_size=D, n_layer=LAYERS, n_head=heads, layer_norm_epsilon=EPS
+    )
+    theirs = randomise(
+        transformers.BloomForCausalLM._from_config(config, attn_implementation="eager")
+    )
+    ours, ids = load(model, theirs, names), token_ids()
+    assert_near(ours(ids), theirs(ids)[0], float32="softmax")
+    assert_near(our_cached_pass(ours, ids), theirs(ids)[0], float32="softmax")
+    keep = torch.ones(B, T, dtype=torch.bool)
+    keep[0, :3] = False
+    alone = torch.cat([theirs(row[real][None])[0][0] for row, real in zip(ids, keep)])
+    assert_near(ours(ids, key_padding_mask=keep)[keep], alone, float32="softmax")
+    assert_near(our_cached_pass(ours, ids, keep)[keep], alone, float32="softmax")
+
+
+class RelativeBias(nn.Module):
+    """T5's learned bias for attend=: a number for each head and range of distances."""
+
+    def __init__(self, buckets: int, farthest: int, bidirectional: bool):
+        super().__init__()
+        self.table = nn.Embedding(buckets, H)
+        self.buckets, self.farthest, self.bidirectional = buckets, farthest, bidirectional
+
+    def bucket(self, distance: int) -> int:
+        """Of a key that stands distance positions before the query: exact first, then by ratio."""
+        buckets, offset = self.buckets, 0
+        if self.bidirectional:
+            buckets //= 2
+            distance, offset = abs(distance), buckets if distance < 0 else 0
+        distance, exact = max(distance, 0), buckets // 2
+        if distance >= exact:
+            ratio = math.log(distance / exact) / math.log(self.farthest / exact)
+            distance = min(exact + int(ratio * (buckets - exact)), buckets - 1)
+        return offset + distance
+
+    def forward(self, q, k, v, keep=None, *, causal=False, scale=None, logit_softcap=None):
+        (T, S), scores = (q.shape[2], k.shape[2]), scale * q @ k.mT if scale else q @ k.mT
+        rows = [[self.bucket(i - j) for j in range(S)] for i in range(S - T, S)]
+        scores = scores + self.table(torch.tensor(rows)).movedim(2, 0)  # (B, H, T, S)
+        seen = torch.ones(T, S, dtype=torch.bool)
+        seen = seen.tril(S - T) if causal else seen
+        seen = seen if keep is None else seen & keep
+        return scores.masked_fill(~seen, -math.inf).softmax(dim=-1) @ v
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+def test_t5_bias(decoder):
+    """Scores are not scaled; both kinds of buckets, exact and logarithmic, and the last one."""
+    config = transformers.T5Config(
+        d_model=D, d_kv=WIDE, num_heads=H, is_decoder=decoder, relative_attention_num_buckets=8,
+        relative_attention_max_distance=10, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = randomise(T5Attention(config, has_relative_attention_bias=True, layer_idx=0))
+    bias = RelativeBias(8, 10, bidirectional=not decoder)
+    ours = tb.MultiHeadAttention(D, H, head_dim=WIDE, scale=1.0, attend=bias)
+    names = {f"{name}_proj": name for name in "qkvo"}
+    load(ours, theirs, names | {"attend.table": "relative_attention_bias"})
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    keep = torch.ones(B, T, dtype=torch.bool)
+    keep[1, -4:] = False
+    seen = keep[:, None, None] & torch.ones(T, T).tril().bool() if decoder else keep[:, None, None]
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -math.inf)
+    expected = theirs(x, mask=mask)[0]
+    assert_near(ours(x, causal=decoder, key_padding_mask=keep)[0], expected, float32="")
+    if decoder:
+        cache, steps = tb.KVCache(), []
+        for piece in x[:1].split((PREFILL, *[1] * (T - PREFILL)), dim=1):
+            steps.append(ours(piece, causal=True, kv_cache=cache)[0])
+        assert_near(torch.cat(steps, dim=1), expected[:1], float32="")
+
+
+@torch.no_grad()
+def test_balance_loss_is_theirs_up_to_k():
+    """transformers sums f over the k choices of a token, so that balance gives k; ours gives 1.
+
+    Theirs pools the tokens of all layers first, which hides a collapsed layer behind an even one;
+    ours is a loss of each layer, to be averaged.
+    """
+    generator, k, losses, logits = torch.Generator().manual_seed(2), 3, [], []
+    for layer in range(2):
+        router = tb.SoftmaxRouter(D, N_EXPERTS, k).double()
+        nn.init.normal_(router.router.weight, std=0.1 + layer, generator=generator)
+        tokens = torch.randn(B * T, D, generator=generator, dtype=torch.float64)
+        router(tokens)
+        losses.append(router.aux_loss.item())
+        logits.append(router.router(tokens))
+        theirs = load_balancing_loss_func((logits[-1],), N_EXPERTS, k).item()
+        assert abs(theirs - k * losses[-1]) < 1e-5
+    pooled = load_balancing_loss_func(tuple(logits), N_EXPERTS, k).item()
+    assert abs(pooled - k * sum(losses) / 2) > 1e-3
+    even = torch.zeros(4, 4).fill_diagonal_(1e-3)  # each token at another expert, P nearly even
+    collapsed = torch.tensor([50.0, 0.0, 0.0, 0.0]).repeat(4, 1)
+    both = [load_balancing_loss_func((layer,), 4, 1).item() for layer in (even, collapsed)]
+    assert both == pytest.approx([1, 4], abs=1e-3)
+    pooled = load_balancing_loss_func((even, collapsed), 4, 1).item()
+    assert pooled == pytest.approx(1.75, abs=1e-3)  # the mean of the layers is 2.5
 
 
 # =============================================================================================
