@@ -808,7 +808,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("t[batch, 0, self.rows]", "t[batch, 0, self.rows * 0]"),
     ],
     "IndexedSparseAttention": [
-        ("F.relu(q.to(wide) @ keys.to(wide).mT)", "(q.to(wide) @ keys.to(wide).mT)"),
+        ("F.relu(keys[:, 0].to(wide) @ rows.mT)", "(keys[:, 0].to(wide) @ rows.mT)"),
         ("(weight[..., None] * hits)", "hits"),
         (
             "weight = self.index_weight(x).to(wide).mT",
@@ -835,7 +835,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("keys if kv_cache is None else kv_cache.append_index(keys)", "keys"),
         ("if keys.shape[2] <= self.top_k:", "if keys.shape[2] <= self.top_k + 1:"),
         ("if x.shape[1] == 1 and keep is None:", "if False:"),
-        ("* self.index_dim**-0.5", ""),
+        ("* self.index_dim) ** -0.5", ") ** -0.5"),
     ],
     "require_indexed": [
         ("if causal and T > 1:", "if False:"),
