@@ -645,7 +645,7 @@ def after(rounds: int) -> Iterator[Row]:
     length, gqa = 16384, partial(tb.MultiHeadAttention, D, H, G, rope=True, attend=tb.attend_fused)
     sizes = {"kv_rank": 4 * D_H, "rope_dim": D_H // 2, "nope_dim": D_H, "v_dim": D_H}
     latent = tb.MultiHeadLatentAttention(D, H, **sizes, q_rank=6 * D_H)
-    index = {"n_index_heads": 16, "index_dim": D_H, "top_k": 2048}
+    index = {"n_index_heads": H // 2, "index_dim": D_H, "top_k": 2048}
     layers = {
         "gqa": gqa(),
         "gated": after_2025.OutputGatedAttention(gqa()),
@@ -688,7 +688,7 @@ def after(rounds: int) -> Iterator[Row]:
     compared = (
         ("gated", "gqa", "output-gated attention", "GQA of 4 heads", 1.5, 1.0),
         ("delta", "gqa", "Gated DeltaNet", "GQA of 4 heads", 1.0, 0.1),
-        ("indexed", "latent", "indexed attention, 2,048 keys", "dense latent attention", 1.0, 1.3),
+        ("indexed", "latent", "indexed attention, 2,048 keys", "dense latent attention", 1.1, 1.3),
         ("indexed", "gqa", "indexed attention, 2,048 keys", "GQA of 4 heads", 2.0, 1.0),
     )
     for name, other, what, against, time_limit, held_limit in compared:

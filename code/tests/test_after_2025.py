@@ -614,6 +614,19 @@ def test_hybrid_refuses_what_a_state_cannot_do():
         hybrid()(ids, kv_caches=[tb.KVCache() for _ in range(4)])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("make", [our_gated, our_delta, our_indexed])
+def test_layers_are_one_graph_with_and_without_a_cache(make):
+    layer, x = make(), torch.randn(1, 7, D)
+    cos, sin = tb.build_rope_cache(8, 16 if make is our_gated else ROPE)
+    given = {"causal": True, "cos": cos, "sin": sin}
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    full, cache = layer(x, **given)[0], getattr(layer, "new_cache", tb.KVCache)()
+    torch.testing.assert_close(compiled(x, **given)[0], full)
+    steps = [compiled(part, kv_cache=cache, **given)[0] for part in x.split((5, 1, 1), dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), full)
+
+
 @pytest.mark.parametrize("B_T", [(0, 5), (3, 0), (1, 1)])
 def test_empty_and_single_inputs(B_T):
     model = hybrid()
