@@ -1148,16 +1148,17 @@ class DecoderOnlyLM(nn.Module):
         caches = self.new_caches()
         done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
         for _ in range(max_new_tokens):
-            modes = [(module, module.training) for module in self.modules()]
+            training = [module for module in self.modules() if module.training]
             try:
-                self.eval()
+                if training:
+                    self.eval()
                 options = {"kv_caches": caches, "key_padding_mask": key_padding_mask}
                 with torch.no_grad():
                     logits = self(step, **options, last_only=True)[:, 0]  # (B, V)
                     drawn = pick_next_token(logits, **sampling)  # (B, 1)
             finally:
-                for module, training in modes:
-                    module.training = training
+                for module in training:
+                    module.training = True
             step = torch.where(done, step[:, -1:], drawn)  # (B, 1)
             for token in ends:
                 done = done | (step == token)
