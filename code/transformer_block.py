@@ -3169,12 +3169,17 @@ def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast
     definitions, imports = {}, []
     for node in tree.body:
         imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
-                name = part.name if part is node else f"{node.name}.{part.name}"
-                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
-                text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
-                definitions[name] = text, part
+        named = {getattr(node, "name", ""): node}
+        if isinstance(node, ast.Assign):
+            named = {ast.unparse(node.targets[0]): node}
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            named |= {f"{node.name}.{part.name}": part for part in methods}
+        named.pop("", None)
+        for name, part in named.items():
+            start = min([part.lineno, *(d.lineno for d in getattr(part, "decorator_list", []))])
+            text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
+            definitions[name] = text, part
     return definitions, imports
 
 
@@ -3205,7 +3210,9 @@ def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
     names = [main_name(parser, "name", name, definitions) for name in names]
 
     def used(name: str) -> set[str]:
-        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
+        text, tree = definitions[name]
+        words = text.split() if isinstance(tree, ast.Assign) else []  # a table that names classes
+        return {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}.union(words)
 
     needed, queue = set(), [name for name in names if "." not in name]
     while queue:
