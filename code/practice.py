@@ -12,7 +12,6 @@ a time: the one that behaves like yours is named.
 
 import argparse
 import ast
-import builtins
 import contextlib
 import difflib
 import functools
@@ -22,8 +21,8 @@ import itertools
 import json
 import linecache
 import math
-import multiprocessing
 import os
+import random
 import re
 import selectors
 import signal
@@ -35,7 +34,7 @@ import types
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,7 +156,7 @@ class Case(NamedTuple):
 
     call: str
     run: Callable[[object], dict[str, object]]
-    letters: dict[int, str] = {}
+    letters: Mapping[int, str] = types.MappingProxyType({})
     close: float = CLOSE
 
 
@@ -201,7 +200,9 @@ class Shares(NamedTuple):
             for token, (p, q) in enumerate(zip(want, have)):
                 never = (p == 0 and q > 0) or (p > 0.05 and q == 0)
                 if never or abs(p - q) > deviation:
-                    return (f"id {token} of row {row} expected in {p:.1%} of the draws, got {q:.1%}",)
+                    return (
+                        f"id {token} of row {row} expected in {p:.1%} of the draws, got {q:.1%}",
+                    )
         return None
 
 
@@ -544,7 +545,8 @@ class Template:
             seen = set()
             for form, places in piece.forms.items():
                 shape = squeezed(places.shape)
-                same = (shape, tuple(places.flatten().tolist()))
+                small = places.numel() < 10_000  # of a real model every form is listed
+                same = (shape, tuple(places.flatten().tolist())) if small else form
                 if same not in seen:
                     found[shape].append((piece, form))
                 seen.add(same)
@@ -586,7 +588,10 @@ class Template:
             if experts and all(set(kinds) <= set(group) for group in experts):
                 yield self.stack([[group[kind] for kind in kinds] for group in experts])
         for name, places in self.vectors.items():
-            if name.endswith(".weight") and (norm := name.removesuffix("weight")) + "bias" in self.vectors:
+            if (
+                name.endswith(".weight")
+                and (norm := name.removesuffix("weight")) + "bias" in self.vectors
+            ):
                 bias = self.vectors[norm + "bias"]
                 stem = (norm.removesuffix("."),)
                 yield Piece(norm + " pair", stem, {"": places}, bias, None, 0.0)
@@ -615,7 +620,11 @@ class Template:
                 forms |= {"heads": cut, "heads T": cut.mT, "T heads": cut.permute(2, 0, 1)}
             if len(maps) == 1 and first.columns:
                 cut = weight.unflatten(1, (first.columns, -1))  # [out, H, d_h]
-                forms |= {"heads": cut.permute(1, 2, 0), "heads T": cut.transpose(0, 1), "T heads": cut}
+                forms |= {
+                    "heads": cut.permute(1, 2, 0),
+                    "heads T": cut.transpose(0, 1),
+                    "T heads": cut,
+                }
             if way == "by row ":
                 stacked = torch.stack([one.weight for one in maps])
                 forms |= {"stack": stacked, "stack T": stacked.mT}
@@ -626,13 +635,17 @@ class Template:
             if all(one.bias is not None for one in maps):
                 bias = joined([one.bias for one in maps], n)
                 biases = tuple(f"{name}.bias" for name in names)
-                yield Piece(f"{tag}bias of {way}{'|'.join(names)}", biases, {"": bias}, None, index, effort)
+                yield Piece(
+                    f"{tag}bias of {way}{'|'.join(names)}", biases, {"": bias}, None, index, effort
+                )
             yield Piece(f"{tag}{way}{'|'.join(names)}", names, forms, bias, index, effort)
 
     @staticmethod
     def stack(rows: list[list[Map]]) -> Piece:
         """The experts' matrices of one kind, or gate and up, along a first axis."""
-        whole = torch.stack([torch.cat([one.weight for one in row]) for row in rows])  # [E, out, in]
+        whole = torch.stack(
+            [torch.cat([one.weight for one in row]) for row in rows]
+        )  # [E, out, in]
         forms = {"stack": whole, "stack T": whole.mT, "flat": whole.flatten(0, 1)}
         forms |= {"flat T": forms["flat"].T, "flat in": whole.mT.flatten(0, 1)}
         forms |= {"T stack": whole.permute(2, 0, 1), "first in": whole.permute(1, 0, 2)}
@@ -640,7 +653,12 @@ class Template:
             turns = [joined([one.weight for one in row], len(row[0].weight)) for row in rows]
             forms |= {"turns": torch.stack(turns), "turns T": torch.stack(turns).mT}
             four = whole.unflatten(1, (2, -1))
-            forms |= {"four": four, "four T": four.mT, "two": four.transpose(0, 1), "two T": four.mT.transpose(0, 1)}
+            forms |= {
+                "four": four,
+                "four T": four.mT,
+                "two": four.transpose(0, 1),
+                "two T": four.mT.transpose(0, 1),
+            }
         names = tuple(one.name for one in rows[0])
         return Piece(f"stack of {'|'.join(names)}", names, forms, None, None, 0.1 * len(rows[0]))
 
@@ -776,7 +794,10 @@ class Reading:
 
     def name_cost(self, unit: Unit, piece: Piece) -> float:
         """0 where the name says what the piece is, more where it says nothing or another."""
-        words, last = tokens(unit.weight), tokens(unit.weight.removesuffix(".weight").rpartition(".")[2])
+        words, last = (
+            tokens(unit.weight),
+            tokens(unit.weight.removesuffix(".weight").rpartition(".")[2]),
+        )
         kinds = [name.removesuffix(".bias").removesuffix(".weight") for name in piece.names]
         scopes, kinds = zip(*[(k.rpartition(".")[0], k.rpartition(".")[2]) for k in kinds])
         cost = 0.0
@@ -784,9 +805,15 @@ class Reading:
             cost -= 0.3 * any("".join(k[0] for k in kinds) in word for word in last)
         else:
             own = set(WORDS.get(kinds[0], "").split())
-            others = [WORDS.get(m.kind, "").split() for m in self.template.maps.values() if m.kind != kinds[0]]
+            others = [
+                WORDS.get(m.kind, "").split()
+                for m in self.template.maps.values()
+                if m.kind != kinds[0]
+            ]
             if not self.template.maps.get(piece.names[0]):
-                others = [WORDS.get(v.removesuffix(".weight"), "").split() for v in self.template.vectors]
+                others = [
+                    WORDS.get(v.removesuffix(".weight"), "").split() for v in self.template.vectors
+                ]
             others = set(itertools.chain(*others)) - own
             cost += 0.0 if own & last else 0.2 if own & words else 0.5
             cost += 0.4 if others & last else 0.1 if others & words else 0.0
@@ -827,7 +854,13 @@ class Reading:
             for choice in options[depth]:
                 if not covered & choice.covers:
                     total = spent + choice.cost + least[depth + 1]
-                    state = (total, -depth - 1, next(count), covered | choice.covers, (*chosen, choice))
+                    state = (
+                        total,
+                        -depth - 1,
+                        next(count),
+                        covered | choice.covers,
+                        (*chosen, choice),
+                    )
                     heapq.heappush(heap, state)
 
 
@@ -956,6 +989,14 @@ class Theirs:
         if likeliest is None:
             raise Trouble("its parameters have another form at these sizes")
         return likeliest
+
+    def fill(self, module: nn.Module, sizes: dict[str, int], weights: dict[str, Tensor]) -> None:
+        """Write weights, by the names of the answer's state dict, into a module of these sizes."""
+        template = self.like.template(sizes)
+        values = torch.zeros(template.size, dtype=next(iter(weights.values())).dtype)
+        for name, places in template.layout.items():
+            values[places] = weights[name]
+        load(module, self.layout(sizes), values)
 
     def gradient_in_words(self, line: str) -> str:
         """A place in the flat gradient as an entry of their parameter."""
@@ -1233,7 +1274,7 @@ class ModuleExercise(Exercise):
 
         inputs = self.inputs(sizes, B, sum(chunks))
         more = f" in chunks of {' + '.join(map(str, chunks))} tokens"
-        letters = {length: "T" for length in chunks} | {sizes["d_model"]: "d", B: "B"}
+        letters = dict.fromkeys(chunks, "T") | {sizes["d_model"]: "d", B: "B"}
         return Case(self.call(sizes, inputs, more), run, letters)
 
     def cost(self, sizes: dict[str, int]) -> Case:
@@ -1345,7 +1386,9 @@ class AdapterExercise(ModuleExercise):
             with torch.no_grad():
                 found = {"merged()(x)": merged(x), "y after merged()": module(x)}
                 found["that merging changes nothing"] = same
-                found["that its weight is a tensor of its own"] = merged.weight.data_ptr() not in own
+                found["that its weight is a tensor of its own"] = (
+                    merged.weight.data_ptr() not in own
+                )
                 found["merged()(x) once more"] = module.merged()(x)
             return found
 
@@ -1364,7 +1407,9 @@ class AdapterExercise(ModuleExercise):
 def norm_cases(name: str, *vectors: str) -> list[Case]:
     """Rows of about 1 and of about 3e-3, an eps of its own, and half precision."""
     sizes = {"B": 2, "T": 5, "d": 6}
-    given = {v: (1 + 0.5 * torch.tanh(drawn(v, 6))) if v == "weight" else drawn(v, 6) for v in vectors}
+    given = {
+        v: (1 + 0.5 * torch.tanh(drawn(v, 6))) if v == "weight" else drawn(v, 6) for v in vectors
+    }
     x = drawn("x", 2, 5, 6)
     case = functools.partial(function_case, name, sizes=sizes)
     cases = [case("d", x=x[0, 0], **given), case("B T d", x=x, **given)]
@@ -1375,14 +1420,25 @@ def norm_cases(name: str, *vectors: str) -> list[Case]:
         low = {v: (1 + 0.5 * torch.tanh(drawn(v, 64))).to(dtype) for v in vectors}
         close = 2 * torch.finfo(dtype).eps
         for x_low in (wide.to(dtype), (2e-4 * drawn("narrow", 2, 5, 64)).to(dtype)):
-            one = function_case(name, "B T d", {"B": 2, "T": 5, "d": 64}, grads=False, close=close, x=x_low, **low)
+            one = function_case(
+                name, "B T d", {"B": 2, "T": 5, "d": 64}, grads=False, close=close, x=x_low, **low
+            )
             cases.append(one._replace(call=f"{one.call} in {str(dtype).removeprefix('torch.')}"))
     return cases
 
 
 def mask_cases() -> list[Case]:
     found = []
-    for T, S, *window in ((1, 1), (3, 3), (2, 5), (1, 4), (5, 5, 2), (4, 9, 3), (6, 6, 1), (3, 5, 8)):
+    for T, S, *window in (
+        (1, 1),
+        (3, 3),
+        (2, 5),
+        (1, 4),
+        (5, 5, 2),
+        (4, 9, 3),
+        (6, 6, 1),
+        (3, 5, 8),
+    ):
         more = {"window": window[0]} if window else {}
         found.append(function_case("causal_mask", "T S", {"T": T, "S": S}, T=T, S=S, **more))
     return found
@@ -1402,7 +1458,11 @@ def rotate_cases() -> list[Case]:
 
 def attention_cases() -> list[Case]:
     def tensors(B: int, H: int, G: int, T: int, S: int, d_h: int, d_v: int) -> dict[str, Tensor]:
-        return {"q": drawn("q", B, H, T, d_h), "k": drawn("k", B, G, S, d_h), "v": drawn("v", B, G, S, d_v)}
+        return {
+            "q": drawn("q", B, H, T, d_h),
+            "k": drawn("k", B, G, S, d_h),
+            "v": drawn("v", B, G, S, d_v),
+        }
 
     sizes = {"B": 2, "H": 4, "T": 5, "S": 7, "d_h": 6, "d_v": 3}
     usual = tensors(2, 4, 2, 5, 7, 6, 3)
@@ -1415,7 +1475,10 @@ def attention_cases() -> list[Case]:
     cases += [case(**tensors(1, 4, 4, 3, 2, 6, 6)), case(**tensors(2, 3, 1, 5, 7, 6, 4))]
     cases += [case(**usual), case(**usual, mask=causal)]
     cases += [case(**tensors(3, 6, 2, 5, 7, 8, 8), mask=causal)]
-    cases += [case(**usual, mask=padding[:, None, None]), case(**usual, mask=(causal & padding[:, None])[:, None])]
+    cases += [
+        case(**usual, mask=padding[:, None, None]),
+        case(**usual, mask=(causal & padding[:, None])[:, None]),
+    ]
     cases += [case(**usual, mask=holes, grads=False)]
     return [*cases, case(**tensors(2, 4, 2, 1, 7, 6, 3), mask=causal[-1:])]
 
@@ -1444,9 +1507,17 @@ def online_cases() -> list[Case]:
     rising = tensors(5, 7)
     rising["k"] = rising["k"] * torch.arange(1.0, 8)[:, None]
     falling = {**rising, "k": rising["k"].flip(0)}
-    cases = [case(**tensors(1, 2), block=2), case(**tensors(5, 7), block=7), case(**tensors(5, 7), block=3)]
+    cases = [
+        case(**tensors(1, 2), block=2),
+        case(**tensors(5, 7), block=7),
+        case(**tensors(5, 7), block=3),
+    ]
     cases += [case(**tensors(5, 7), block=1), case(**tensors(5, 7), block=9)]
-    cases += [case(**rising, block=2), case(**falling, block=2), case(**tensors(5, 7, 2000.0), block=3)]
+    cases += [
+        case(**rising, block=2),
+        case(**falling, block=2),
+        case(**tensors(5, 7, 2000.0), block=3),
+    ]
     large = tensors(48, 60)
 
     def run(function: Callable) -> dict[str, object]:
@@ -1460,7 +1531,11 @@ def online_cases() -> list[Case]:
 def swiglu_cases() -> list[Case]:
     sizes = {"B": 2, "T": 5, "d": 6, "h": 7}
     x = drawn("x", 2, 5, 6)
-    w = {"w_gate": drawn("w_gate", 7, 6) / 2, "w_up": drawn("w_up", 7, 6) / 2, "w_down": drawn("w_down", 6, 7) / 2}
+    w = {
+        "w_gate": drawn("w_gate", 7, 6) / 2,
+        "w_up": drawn("w_up", 7, 6) / 2,
+        "w_down": drawn("w_down", 6, 7) / 2,
+    }
     case = functools.partial(function_case, "swiglu", "B T d", sizes)
     return [case(x=x[0, 0], **w), case(x=x[0], **w), case(x=x, **w), case(x=3 * x, **w)]
 
@@ -1471,11 +1546,18 @@ def count_cases(name: str, keys: str, *rows: tuple[int, ...]) -> list[Case]:
 
 def loss_cases() -> list[Case]:
     sizes = {"B": 3, "T": 5, "V": 7}
-    logits, ids = drawn("logits", 3, 5, 7), torch.tensor([[1, 4, 0, 2, 6], [3, 3, 5, 0, 1], [2, 6, 1, 4, 5]])
+    logits, ids = (
+        drawn("logits", 3, 5, 7),
+        torch.tensor([[1, 4, 0, 2, 6], [3, 3, 5, 0, 1], [2, 6, 1, 4, 5]]),
+    )
     right = torch.arange(5) < torch.tensor([[5], [3], [2]])
     case = functools.partial(function_case, "next_token_loss", "", sizes)
     cases = [case(logits=logits[:1, :2], ids=ids[:1, :2]), case(logits=logits, ids=ids)]
-    for mask in (right, right.flip(1), torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 0, 1, 1, 1]]).bool()):
+    for mask in (
+        right,
+        right.flip(1),
+        torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 1, 0], [1, 0, 1, 1, 1]]).bool(),
+    ):
         cases.append(case(logits=logits, ids=ids, mask=mask))
     return [*cases, case(logits=40 * logits, ids=ids, mask=right)]
 
@@ -1507,7 +1589,9 @@ def sample_cases() -> list[Case]:
             counts = torch.stack([row.bincount(minlength=6)[:6] for row in ids])
             return {"the draws": Shares(counts / ids.shape[1], ids.shape[1])}
 
-        call = ", ".join(["logits [B, 6]", *(f"{k}={v}" for k, v in options.items()), "generator=g"])
+        call = ", ".join(
+            ["logits [B, 6]", *(f"{k}={v}" for k, v in options.items()), "generator=g"]
+        )
         return Case(f"sample({call})", run)
 
     def unseeded() -> Case:
@@ -1517,7 +1601,13 @@ def sample_cases() -> list[Case]:
 
         return Case("sample(logits [2, 6])", run)
 
-    cases = [unseeded(), case(temperature=0.0), case(), case(temperature=0.5), case(temperature=4.0)]
+    cases = [
+        unseeded(),
+        case(temperature=0.0),
+        case(),
+        case(temperature=0.5),
+        case(temperature=4.0),
+    ]
     cases += [case(top_k=1), case(top_k=3), case(top_p=0.7), case(top_p=0.3)]
     cases += [case(temperature=4.0, top_k=4), case(temperature=4.0, top_p=0.7)]
     return [*cases, case(top_k=3, top_p=0.75), case(temperature=0.0, top_k=3, top_p=0.75)]
@@ -1653,7 +1743,8 @@ float16 and bfloat16 are computed in float32 and come back as they came.""",
         lambda: norm_cases("rms_norm", "weight")),
     Exercise("layer_norm", 1, "D02", "§4.1", "the same with mean and bias", """\
 x [..., d] less its mean, over its standard deviation, times weight [d] plus bias [d].
-eps stands under the root. float16 and bfloat16 are computed in float32 and come back as they came.""",
+eps stands under the root.
+float16 and bfloat16 are computed in float32 and come back as they came.""",
         lambda: norm_cases("layer_norm", "weight", "bias")),
     Exercise("causal_mask", 1, "D14", "§7.3", "who may see whom, with a window or without", """\
 bool [T, S], T <= S, True = may attend; the last query stands beside the last key.
@@ -1678,8 +1769,9 @@ How many weights a ModernBlock has, its two norms included.""",
                             (96, 8, 2, 256), (36, 6, 2, 20), (24, 4, 1, 15), (18, 3, 3, 13))),
     Exercise("kv_cache_bytes", 1, "D06", "§5.1", "memory of a KV cache", """\
 Bytes of the keys and values of batch sequences of length tokens in n_layers layers.""",
-        lambda: count_cases("kv_cache_bytes", "n_layers n_kv_heads head_dim length batch bytes_per_element",
-                            (1, 1, 2, 3), (80, 8, 128, 4096), (5, 3, 7, 11, 13), (5, 3, 7, 11, 13, 4))),
+        lambda: count_cases(
+            "kv_cache_bytes", "n_layers n_kv_heads head_dim length batch bytes_per_element",
+            (1, 1, 2, 3), (80, 8, 128, 4096), (5, 3, 7, 11, 13), (5, 3, 7, 11, 13, 4))),
     ModuleExercise("SelfAttention", 2, "D04", "§1.2", "causal GQA with RoPE and a cache", f"""\
 Causal self-attention with RoPE (base 10000, half-split) and grouped KV heads, no biases;
 head width d_model / n_q_heads. The cache holds 2 * n_kv_heads * head width numbers a token.
@@ -1842,7 +1934,9 @@ def verdicts(text: str, names: list[str] | None, filename: str) -> Iterator[Verd
         why = raised(error).lines
         if isinstance(error, SystemExit):
             why = (f"{Path(filename).name} exits when it is run", *why)
-        yield from (Verdict(name, False, "wrong", why[:8]) for name in asked or [Path(filename).name])
+        yield from (
+            Verdict(name, False, "wrong", why[:8]) for name in asked or [Path(filename).name]
+        )
         return
     asked = names or [name for name in EXERCISES if name in namespace]
     if not asked:
@@ -1869,7 +1963,11 @@ def judge_one(name: str, namespace: dict[str, object], filename: str) -> Verdict
             return judge_function(exercise, theirs)
     except TimeUp:
         case = Judgement.last or exercise.cases[0]
-        why = (f"it does not come to an end within {SECONDS:.0f} s", f"case: {case.call}", see(exercise))
+        why = (
+            f"it does not come to an end within {SECONDS:.0f} s",
+            f"case: {case.call}",
+            see(exercise),
+        )
         return Verdict(name, False, "wrong", why)
 
 
@@ -1926,7 +2024,9 @@ def pairs(name: str) -> Iterator[tuple[Fault, Fault]]:
     """Two faults at once, those of the exercise itself first."""
     single = [fault for (fault,) in known_faults(name)]
     own = len(FAULTS[name])
-    two = sorted(itertools.combinations(range(len(single)), 2), key=lambda p: (p[0] >= own) + (p[1] >= own))
+    two = sorted(
+        itertools.combinations(range(len(single)), 2), key=lambda p: (p[0] >= own) + (p[1] >= own)
+    )
     source = answer_source(name)
     for i, j in two:
         a, b = single[i], single[j]
@@ -1949,7 +2049,9 @@ def judge_function(exercise: Exercise, function: Callable) -> Verdict:
     for faults in itertools.chain(known_faults(exercise.name), pairs(exercise.name)):
         if len(faults) > 1 and time.monotonic() > until:
             break
-        if telling(theirs, wrong) and judged_known(exercise.name, *faults).behaves_as(theirs, order):
+        if telling(theirs, wrong) and judged_known(exercise.name, *faults).behaves_as(
+            theirs, order
+        ):
             return verdict(exercise, wrong, says(faults), theirs)
     return verdict(exercise, wrong, None, theirs)
 
@@ -1991,7 +2093,11 @@ def verdict(
 
 
 def judge_module(exercise: ModuleExercise, cls: Callable) -> Verdict:
-    """Read their parameters, run all cases, and name the mistake where one fails."""
+    return read_module(exercise, cls)[0]
+
+
+def read_module(exercise: ModuleExercise, cls: Callable) -> tuple[Verdict, Theirs | None]:
+    """Read their parameters, run all cases, name the mistake where one fails; and the reading."""
     answer = judged_known(exercise.name)
     usual = exercise.sizes[0]
     theirs = Theirs(exercise, cls, answer.subject)
@@ -2003,7 +2109,7 @@ def judge_module(exercise: ModuleExercise, cls: Callable) -> Verdict:
         lines = (str(error),) if trouble else raised(error).lines
         call = f"case: {exercise.call(usual, exercise.inputs(usual, 2, 5))}"
         lines = (*lines, call) if trouble else (call, *lines)
-        return Verdict(exercise.name, False, "wrong", (*lines[:7], see(exercise)))
+        return Verdict(exercise.name, False, "wrong", (*lines[:7], see(exercise))), None
     module, template = theirs.built(usual), answer.subject.template(usual)
     wanted = exercise.first(answer.subject.make(usual).module, usual)
     tried: list[tuple[dict, tuple]] = []
@@ -2019,17 +2125,19 @@ def judge_module(exercise: ModuleExercise, cls: Callable) -> Verdict:
             fitting.append(len(tried) - 1)
             judged = assigned(theirs, usual, tried[-1])
             if next(answer.differences(judged), None) is None:
-                return right(exercise, judged)
+                return right(exercise, judged), judged.subject
         if time.monotonic() > until:
             break
     named = name_module(exercise, theirs, tried, outputs)
     if named is not None:
         faults, judged = named
-        return verdict(exercise, list(answer.differences(judged)), says(faults), judged)
+        found = verdict(exercise, list(answer.differences(judged)), says(faults), judged)
+        return found, judged.subject
     if not tried:
-        return unrecognised(exercise, module, template)
+        return unrecognised(exercise, module, template), None
     judged = assigned(theirs, usual, tried[fitting[0] if fitting else 0])
-    return verdict(exercise, list(answer.differences(judged)), None, judged)
+    found = verdict(exercise, list(answer.differences(judged)), None, judged)
+    return found, judged.subject
 
 
 def assigned(theirs: Theirs, usual: dict[str, int], assignment: tuple[dict, tuple]) -> Judgement:
@@ -2089,7 +2197,9 @@ def behaves(answer: Judgement, fault: Judgement, theirs: Judgement) -> bool:
     return bool(wrong) and fault.behaves_as(theirs, case_order(answer.exercise, wrong))
 
 
-def other_parameters(exercise: ModuleExercise, theirs: Theirs, fault: Judgement) -> Judgement | None:
+def other_parameters(
+    exercise: ModuleExercise, theirs: Theirs, fault: Judgement
+) -> Judgement | None:
     """Theirs read by the parameters of a fault, which are not the answer's: those it uses."""
     usual = exercise.sizes[0]
     answer = judged_known(exercise.name)
@@ -2126,13 +2236,475 @@ class Used(Known):
 
 def unrecognised(exercise: ModuleExercise, module: nn.Module, template: Template) -> Verdict:
     """Their parameters, beside what the answer has."""
-    own = [f"{m.name} {list(m.weight.shape)}" + ("" if m.bias is None else " with bias") for m in template.maps.values()]
+    own = [
+        f"{m.name} {list(m.weight.shape)}" + ("" if m.bias is None else " with bias")
+        for m in template.maps.values()
+    ]
     own += [f"{name} {list(places.shape)}" for name, places in template.vectors.items()]
     theirs = [f"{name} {list(p.shape)}" for name, p in module.named_parameters() if p.requires_grad]
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     made = ", ".join(f"{key}={size}" for key, size in exercise.sizes[0].items())
     lines = [f"its parameters are not those of the answer in any layout known here, {made}:"]
     for who, number, parts in (("answer", template.size, own), ("yours", count, theirs)):
-        text = f"{who}, {number} numbers: {', '.join(parts) or 'none (a plain list hides modules from nn.Module)'}"
+        listed = ", ".join(parts) or "none (nn.Module does not see what lies in a plain list)"
+        text = f"{who}, {number} numbers: {listed}"
         lines += textwrap.wrap(text, 120, subsequent_indent="  ", max_lines=3, placeholder=" …")
     return Verdict(exercise.name, False, "layout not recognised", (*lines[:7], see(exercise)))
+
+
+def read_block(text: str, filename: str) -> tuple[Verdict, Theirs | None]:
+    """The verdict on a text's ModernBlock, and, where its parameters could be read, a reader.
+
+    reader.cls is the class; reader.fill(module, sizes, weights) writes weights under the names of
+    whiteboard.ModernBlock's state dict into an instance of any sizes (d_model, n_q_heads,
+    n_kv_heads, d_ff). The text runs in this process, without a time limit.
+    """
+    exercise = EXERCISES["ModernBlock"]
+    THEIRS.add(filename)
+    with undisturbed():
+        try:
+            cls = execute(text, filename)[exercise.name]
+        except Exception as error:
+            lines = raised(error).lines
+            return Verdict(exercise.name, False, "wrong", lines), None
+        return read_module(exercise, cls)
+
+
+# =============================================================================================
+# Their file in a process of its own
+# =============================================================================================
+
+
+def try_file(path: str, names: list[str] | None = None) -> tuple[list[Verdict], str]:
+    """Verdicts on a file, and what it printed; OSError where it cannot be read."""
+    found: list[Verdict] = []
+    printed = ""
+    for part in tried(path, names):
+        if isinstance(part, Verdict):
+            found.append(part)
+        else:
+            printed = part
+    return found, printed
+
+
+def tried(path: str, names: list[str] | None = None) -> Iterator["Verdict | str"]:
+    """The verdicts as they come, at the end what their file printed.
+
+    A child process runs the file: it may hang, exit or print without end. Each exercise that ends
+    the child gets its verdict from here, the others a child of their own.
+    """
+    raw = Path(path).read_bytes()
+    name = Path(path).name
+    printed = b""
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        yield Verdict(name, False, "wrong", (f"{name} is not UTF-8: {error.reason}",))
+        yield ""
+        return
+    left = names
+    while left is None or left:
+        asked, seen, why = left or [], [], ""
+        for kind, what in child_says(text, left, path):
+            if kind == "names":
+                asked = what
+            elif kind == "verdict":
+                seen.append(what["name"])
+                yield Verdict(**{**what, "lines": tuple(what["lines"])})
+            elif kind == "printed":
+                printed = printed or what
+            else:
+                why = what
+        missing = [one for one in asked if one not in seen]
+        if why and (missing or not seen):
+            first = missing[0] if missing else name
+            yield Verdict(first, False, "wrong", (why,))
+        left = missing[1:]
+        if not why:
+            break
+    yield printed.decode(errors="replace")
+
+
+def child_says(text: str, names: list[str] | None, path: str) -> Iterator[tuple[str, object]]:
+    """Fork, judge there, and pass on what comes back; why it ended, unless it came to the end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    (results, results_in), (output, output_in) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads; none runs Python here
+        pid = os.fork()
+    if pid == 0:
+        os.close(results), os.close(output)
+        child(text, names, path, results_in, output_in)
+    os.close(results_in), os.close(output_in)
+    lines, printed, ended, killed = b"", b"", False, False
+    selector = selectors.DefaultSelector()
+    selector.register(results, selectors.EVENT_READ)
+    selector.register(output, selectors.EVENT_READ)
+    until = time.monotonic() + SECONDS + 12
+    try:
+        while results in selector.get_map():
+            ready = selector.select(max(0.0, until - time.monotonic()))
+            if time.monotonic() > until:
+                killed = True
+                break
+            for key, _ in ready:
+                data = os.read(key.fd, 65_536)
+                if not data:
+                    selector.unregister(key.fd)
+                elif key.fd == output:
+                    printed = (printed + data)[:20_000]
+                else:
+                    lines += data
+                    until = time.monotonic() + SECONDS + 4
+            while b"\n" in lines:
+                line, _, lines = lines.partition(b"\n")
+                kind, what = json.loads(line)
+                ended = ended or kind == "end"
+                if kind != "end":
+                    yield kind, what
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(results), os.close(output)
+    yield "printed", printed
+    if killed:
+        yield "why", f"it does not come to an end within {SECONDS:.0f} s, and cannot be interrupted"
+    elif not ended:
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        yield "why", f"it ends the process that runs it ({how})"
+
+
+def child(text: str, names: list[str] | None, path: str, results: int, output: int) -> None:
+    """Judge in the forked process and leave it."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1), os.dup2(output, 2)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115, for the life of the process
+    sys.stdout = open(1, "w", closefd=False, errors="replace", buffering=1)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, errors="replace", buffering=1)  # noqa: SIM115
+    sys.argv = [path]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+
+    def say(kind: str, what: object) -> None:
+        data = (json.dumps([kind, what]) + "\n").encode()
+        while data:
+            data = data[os.write(results, data) :]
+
+    try:
+        stated = names or [
+            name for name in EXERCISES if re.search(rf"^(class|def)\s+{name}\b", text, re.M)
+        ]
+        say("names", stated)
+        for one in verdicts(text, names, path):
+            say("verdict", one._asdict())
+        say("end", None)
+    finally:
+        os._exit(0)
+
+
+# =============================================================================================
+# Command line
+# =============================================================================================
+
+
+def signature(node: ast.FunctionDef) -> str:
+    """Its first line as it stands in the answer."""
+    return definitions()[2][node.lineno - 1].rstrip()
+
+
+def template_text(name: str) -> str:
+    """Signature and docstring of an exercise, with empty bodies."""
+    node = definitions()[1][name]
+    exercise = EXERCISES[name]
+    doc = textwrap.indent(f'"""{exercise.template}\n"""', "    ")
+    if isinstance(node, ast.FunctionDef):
+        return f"{signature(node)}\n{doc}\n    ..."
+    parts = [f"class {name}(nn.Module):\n{doc}"]
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef):
+            body = "        super().__init__()\n" if method.name == "__init__" else ""
+            parts.append(f"{signature(method)}\n{body}        ...")
+    return "\n\n".join(parts)
+
+
+def blank(names: list[str]) -> str:
+    """A file to fill in."""
+    imports = "import torch\nimport torch.nn.functional as F\nfrom torch import nn"
+    note = "# B batch, T length of the stream, S keys, H query heads, G KV heads, d_h head width"
+    return "\n\n\n".join([f"{imports}\n\n{note}", *map(template_text, names)]) + "\n"
+
+
+def progress_file() -> Path:
+    """Where solved exercises are remembered."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "transformer_block_practice.json"
+
+
+def read_progress(path: Path) -> dict[str, str]:
+    """The day on which each exercise was solved; empty where the file is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["solved"]
+        return {name: str(day) for name, day in found.items() if name in EXERCISES}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def remember(path: Path, names: Iterable[str]) -> None:
+    """Note what was solved; a run that cannot write still judges."""
+    solved = read_progress(path)
+    new = {name: time.strftime("%Y-%m-%d") for name in names if name not in solved}
+    if new:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"solved": {**solved, **new}}, indent=1)
+            path.write_text(text + "\n", encoding="utf-8")
+
+
+LEVELS = {1: "functions", 2: "attention and blocks", 3: "latents, experts, and the loop around"}
+
+
+def listing(solved: dict[str, str]) -> str:
+    """The exercises in three levels."""
+    lines = []
+    for level, title in LEVELS.items():
+        lines += [f"level {level}: {title}"]
+        for one in ALL:
+            if one.level == level:
+                mark = "x" if one.name in solved else " "
+                lines.append(f"  [{mark}] {one.name:18} {one.asks:45} {one.section}")
+    lines.append(
+        f"{len(solved)} of {len(ALL)} solved. `blank NAME` prints a template, `try FILE` judges it."
+    )
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def run_try(path: str, names: list[str], progress: Path) -> int:
+    """Judge a file and print the verdicts: status 0 when all are right, else 1."""
+    solved, wrong = [], 0
+    for part in tried(path, names or None):
+        if isinstance(part, Verdict):
+            print("\n".join(printable(line) for line in part.text().split("\n")), flush=True)
+            if part.right:
+                solved.append(part.name)
+            wrong += not part.right
+        elif part.strip():
+            lines = part.rstrip().split("\n")
+            print(f"{Path(path).name} printed:")
+            print("\n".join(f"  | {printable(line[:200])}" for line in lines[:10]))
+            if len(lines) > 10:
+                print(f"  | … {len(lines) - 10} more lines")
+    remember(progress, solved)
+    return 1 if wrong or not solved else 0
+
+
+def run_watch(path: str, names: list[str], progress: Path) -> int:
+    """Judge whenever the file is saved, until Ctrl-C."""
+    before: object = None
+    while True:
+        with contextlib.suppress(OSError):
+            now = Path(path).stat()
+            if (now.st_mtime_ns, now.st_size) != before:
+                before = now.st_mtime_ns, now.st_size
+                print(f"── {time.strftime('%H:%M:%S')} {path}", flush=True)
+                run_try(path, names, progress)
+        time.sleep(0.3)
+
+
+def run_fault(name: str | None, number: int | None, reveal: bool) -> int:
+    """Print an answer with one fault in it; reveal says which."""
+    name = name or random.choice([one for one in FAULTS if FAULTS[one]])
+    faults = FAULTS[name]
+    number = random.randrange(len(faults)) + 1 if number is None else number
+    if not 1 <= number <= len(faults):
+        print(f"practice.py: error: {name} has faults 1 to {len(faults)}", file=sys.stderr)
+        return 2
+    fault, exercise = faults[number - 1], EXERCISES[name]
+    text = planted(name, fault)
+    print(f"# {name}, fault {number}: what is wrong, which input shows it, how is it mended?\n")
+    print(text)
+    if not reveal:
+        print(f"# python3 code/practice.py fault {name} {number} --reveal")
+        return 0
+    print(f"# {fault.says}. {see(exercise)}\n#")
+    lines = difflib.unified_diff(
+        text.split("\n"), answer_source(name).split("\n"), lineterm="", n=0
+    )
+    print("\n".join(f"# {line}" for line in list(lines)[2:] if not line.startswith("@@")))
+    return 0
+
+
+# ── Cards ────────────────────────────────────────────────────────────────────────────────────
+
+
+def section_of(notes: str, heading: str) -> str:
+    """The text under a heading, up to the next of its level or above."""
+    found = re.search(rf"^(#+) [^\n]*{heading}[^\n]*\n", notes, re.M)
+    if not found:
+        return ""
+    rest = notes[found.end() :]
+    after = re.search(rf"^#{{1,{len(found[1])}}} ", rest, re.M)
+    return rest[: after.start()] if after else rest
+
+
+def as_html(markdown: str) -> str:
+    """One line of HTML for Anki: formulas as MathJax, code as code, links as their text."""
+    kept: list[str] = []
+
+    def keep(text: str) -> str:
+        kept.append(text)
+        return f"\x00{len(kept) - 1}\x00"
+
+    def code(text: str) -> str:
+        return html.escape(text, quote=False).replace("\n", "<br>")
+
+    text = markdown.strip()
+    math = re.compile(r"```math\n(.*?)\n```|\$\$(.*?)\$\$", re.S)
+    text = math.sub(lambda m: keep(f"\\[{code(m[1] or m[2]).replace('<br>', ' ')}\\]"), text)
+    text = re.sub(
+        r"^```[^\n]*\n(.*?)\n```", lambda m: keep(f"<pre><code>{code(m[1])}</code></pre>"), text,
+        flags=re.S | re.M,
+    )  # fmt: skip
+    text = re.sub(r"\$`([^`]+)`\$", lambda m: keep(f"\\({code(m[1])}\\)"), text)
+    text = re.sub(r"`([^`]+)`", lambda m: keep(f"<code>{code(m[1])}</code>"), text)
+    text = re.sub(r"\$([^$\n]+)\$", lambda m: keep(f"\\({code(m[1])}\\)"), text)
+    text = re.sub(
+        r"<!--.*?-->|</?(details|summary|picture|source|img|a)\b[^>]*>", "", text, flags=re.S
+    )
+    text = html.escape(text, quote=False)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
+    text = re.sub(r"(?<![\w*])\*(?!\s)(.+?)(?<!\s)\*(?![\w*])", r"<i>\1</i>", text)
+    text = re.sub(r"\\([\\`*_{}\[\]()#+.!|$-])", r"\1", text)
+    text = re.sub(r"\n{2,}", "<br><br>", text.strip()).replace("\n", "<br>").replace("\t", " ")
+    while "\x00" in text:
+        text = re.sub(r"\x00(\d+)\x00", lambda m: kept[int(m[1])], text)
+    return text.replace("\t", "    ")
+
+
+def cards(notes: str) -> list[tuple[str, str, str]]:
+    """Questions, wrong claims and drills of the notes: front, back, tag; in Markdown."""
+    found = []
+    details = re.compile(r"<details>\s*<summary>(.*?)</summary>(.*?)</details>", re.S)
+    for question, answer in details.findall(section_of(notes, "§9")):
+        if re.match(r"\W*(<\w+>)?\W*Q\d+", question.strip()):
+            found.append((question.strip(), answer.strip(), "question"))
+    claims = section_of(notes, r"8\.2")
+    block = re.compile(r"^\*\*(W\d+\..*?)\*\*\n(.*?)(?=^\*\*W\d+\.|\Z)", re.S | re.M)
+    found += [(claim, answer.strip(), "claim") for claim, answer in block.findall(claims)]
+    for row in re.findall(r"^\|(.*)\|\s*$", claims, re.M):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)]
+        if re.search(r"\bW\d+\b", cells[0]) and len(cells) > 1:
+            front = cells[:2] if len(cells[0]) < 20 and len(cells) > 2 else cells[:1]
+            found.append((" ".join(front), "\n\n".join(cells[len(front) :]), "claim"))
+    drill = re.compile(
+        r"^(\*\*Drill \d+\.?\*\*.*?)<details>\s*<summary>.*?</summary>(.*?)</details>", re.S | re.M
+    )
+    drills = section_of(notes, "§11")
+    found += [(front.strip(), back.strip(), "drill") for front, back in drill.findall(drills)]
+    return found
+
+
+def card_file(notes: str) -> str:
+    """Tab-separated, as Anki imports it."""
+    lines = ["#separator:tab", "#html:true", "#tags column:3"]
+    lines += [f"{as_html(front)}\t{as_html(back)}\t{tag}" for front, back, tag in cards(notes)]
+    return "\n".join(lines)
+
+
+# ── main ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def exercise_name(text: str) -> str:
+    """A name of the table in any case; the nearest ones where it is none."""
+    by_lower = {name.lower(): name for name in EXERCISES}
+    if text.lower() in by_lower:
+        return by_lower[text.lower()]
+    near_names = difflib.get_close_matches(text.lower(), by_lower, n=3)
+    hint = ", ".join(by_lower[name] for name in near_names) or ", ".join(EXERCISES)
+    raise argparse.ArgumentTypeError(f"there is no exercise {text!r}: {hint}")
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="practice.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_to = parser.add_subparsers(dest="command", metavar="COMMAND")
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument(
+        "--progress", type=Path, default=argparse.SUPPRESS, metavar="FILE",
+        help="where solved exercises are remembered ($XDG_STATE_HOME or ~/.local/state)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--progress", type=Path, default=None, metavar="FILE", help=argparse.SUPPRESS
+    )
+
+    def command(name: str, says: str) -> argparse.ArgumentParser:
+        return add_to.add_parser(name, help=says, description=says, parents=[where])
+
+    command("list", "the exercises, and which you have solved (as without a command)")
+    one = command("blank", "print a template: signature and docstring, an empty body")
+    one.add_argument("names", nargs="+", type=exercise_name, metavar="NAME")
+    for name, says in (
+        ("try", "execute FILE and judge what it defines: status 0 when all is right, 1 when not"),
+        ("watch", "execute and judge FILE whenever it is saved, until Ctrl-C"),
+    ):
+        one = command(name, says)
+        one.add_argument("file", metavar="FILE", help="a Python file of yours; it is executed")
+        one.add_argument("names", nargs="*", type=exercise_name, metavar="NAME")
+    one = command("answer", "print the answer with all it needs: a text that runs")
+    one.add_argument("names", nargs=1, type=exercise_name, metavar="NAME")
+    one = command("fault", "print an answer with one fault in it; --reveal says which")
+    one.add_argument("name", nargs="?", type=exercise_name, metavar="NAME")
+    one.add_argument(
+        "number", nargs="?", type=int, metavar="NUMBER", help="which; else one is drawn"
+    )
+    one.add_argument("--reveal", action="store_true", help="say what is wrong")
+    command("cards", "questions, wrong claims and drills of the notes as a file for Anki")
+    return parser.parse_args(argv)
+
+
+def run(argv: list[str] | None) -> int:
+    args = arguments(argv)
+    progress = args.progress or progress_file()
+    if args.command in (None, "list"):
+        print(listing(read_progress(progress)))
+    elif args.command == "blank":
+        print(blank(args.names), end="")
+    elif args.command == "answer":
+        print(answer_source(args.names[0]), end="")
+    elif args.command == "fault":
+        return run_fault(args.name, args.number, args.reveal)
+    elif args.command == "cards":
+        print(card_file(NOTES.read_text(encoding="utf-8")))
+    elif args.command == "watch":
+        return run_watch(args.file, args.names, progress)
+    else:
+        return run_try(args.file, args.names, progress)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Status 0, 1 when something is wrong or the reader of a pipe has gone, 2 for a wrong call."""
+    try:
+        return run(argv)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        print(f"practice.py: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")
+    sys.exit(main())

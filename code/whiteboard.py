@@ -351,7 +351,7 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
         return logits.argmax(dim=-1, keepdim=True)
     ranked, tokens = logits.sort(dim=-1, descending=True)  # (B, V)
     if top_k is not None:
-        ranked, tokens = ranked[:, :top_k], tokens[:, :top_k]  # (B, k)
+        ranked[:, top_k:] = -torch.inf
     probs = (ranked / temperature).softmax(dim=-1)
     if top_p is not None:
         before = probs.cumsum(dim=-1) - probs  # what the likelier tokens reach together
