@@ -741,12 +741,7 @@ FAULTS["EncoderLayer"] = [
         "key_padding_mask[:, None, None]",
         "~key_padding_mask[:, None, None]",
     ),
-    Fault("the padding mask is ignored", "self.attn(x, x, mask)", "self.attn(x, x)"),
-    Fault(
-        "the padding mask stands on the query axis; it hides keys: [B, 1, 1, T]",
-        "key_padding_mask[:, None, None]",
-        "key_padding_mask[:, None, :, None]",
-    ),
+    Fault("the padding mask is ignored, or stands on the query axis, where it hides no key: [B, 1, 1, T]", "self.attn(x, x, mask)", "self.attn(x, x)"),
     Fault(
         "the padding of one row is used for all rows",
         "key_padding_mask[:, None, None]",
@@ -782,8 +777,7 @@ FAULTS["EncoderLayer"] = [
     ),
     Fault("attention is left out", "self.ln1(x + self.attn(x, x, mask))", "self.ln1(x)"),
     Fault("the FFN is left out", "self.ln2(x + self.ffn(x))", "self.ln2(x)"),
-    Fault("the norms' eps is 1e-12, BERT's; here it is 1e-5", "self.ln1 = nn.LayerNorm(d_model)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model)", "self.ln1 = nn.LayerNorm(d_model, eps=1e-12)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model, eps=1e-12)"),
-    Fault("the norms' eps is 1e-6; it must be 1e-5", "self.ln1 = nn.LayerNorm(d_model)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model)", "self.ln1 = nn.LayerNorm(d_model, eps=1e-6)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model, eps=1e-6)"),
+    Fault("the norms' eps is 1e-6 or smaller; it must be 1e-5", "self.ln1 = nn.LayerNorm(d_model)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model)", "self.ln1 = nn.LayerNorm(d_model, eps=1e-6)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model, eps=1e-6)"),
     Fault(
         "heads are split without a transpose, so tokens mix; [B, T, H, d_h] first, then swap",
         "p.unflatten(2, (self.n_heads, -1)).transpose(1, 2)",
@@ -1111,9 +1105,9 @@ FAULTS["LatentAttention"] = [
         "        q = torch.cat((q_nope, q_rope), dim=-1)\n        k_rope = self.k_rope_proj(x)",
     ),
     Fault(
-        "whole heads are turned; only the rope channels are",
+        "the first channels of a query are turned; a head is [nope | rope], the last are",
         "q = torch.cat((q_nope, rotate(q_rope, positions)), dim=-1)",
-        "q = rotate(q, positions)",
+        "q = torch.cat((rotate(q[..., :rope_dim], positions), q[..., rope_dim:]), dim=-1)",
     ),
     Fault(
         "positions restart at 0 with every chunk; they go on where the cache ends",
@@ -1169,7 +1163,7 @@ FAULTS["LatentAttention"] = [
     Fault(
         "the shared key is normed with its mean square; only the latent is",
         "positions)[:, 0]",
-        "positions)[:, 0]\n        k_rope = F.rms_norm(k_rope, k_rope.shape[-1:], eps=1e-6)",
+        "positions)[:, 0]\n        k_rope = torch.rms_norm(k_rope, k_rope.shape[-1:], eps=1e-6)",
     ),
     Fault(
         "heads are not put back before they are joined; [B, T, H, v_dim] first, then flatten",
@@ -1212,13 +1206,11 @@ FAULTS["SwitchFFN"] = [
     Fault("all experts are mixed by their probabilities; one is chosen", "            rows = (chosen == e).nonzero()[:, 0]  # the tokens of this expert\n            out = out.index_add(0, rows, weight[rows, None] * expert(tokens[rows]))", "            out = out + probs[:, e, None] * expert(tokens)"),
     Fault("one expert serves all tokens", "weight[rows, None] * expert(tokens[rows])", "weight[rows, None] * self.experts[0](tokens[rows]) + 0 * expert(tokens[rows])"),
     Fault("the softmax runs over the tokens (dim=0); it must run over the experts", ".softmax(dim=-1)", ".softmax(dim=0)"),
-    Fault("the balance loss lacks the factor E", LOSS, "(share * probs.mean(dim=0)).sum()"),
+    Fault("the balance loss lacks the factor E (or is a mean over the experts); it is a sum times E", LOSS, "(share * probs.mean(dim=0)).sum()"),
     Fault("the balance loss has a coefficient of 0.01; none was asked for", LOSS, "0.01 * " + LOSS),
     Fault("the balance loss is the sum of P^2; it is the sum of f P, f the share of tokens", LOSS, "len(self.experts) * probs.mean(dim=0).square().sum()"),
     Fault("the balance loss is the sum of f^2, without a gradient; it is the sum of f P", LOSS, "len(self.experts) * share.square().sum() + 0 * probs.sum()"),
-    Fault("the balance loss counts tokens; f is their share", ".to(probs).mean(dim=0)", ".to(probs).sum(dim=0)"),
-    Fault("P is the sum of the probabilities; it is their mean", "probs.mean(dim=0)).sum()", "probs.sum(dim=0)).sum()"),
-    Fault("the balance loss is a mean over the experts, then times E; it is a sum", "probs.mean(dim=0)).sum()", "probs.mean(dim=0)).mean()"),
+    Fault("f or P is a sum over tokens; both are means, the share of tokens and the mean probability", ".to(probs).mean(dim=0)", ".to(probs).sum(dim=0)"),
     Fault("f and P are multiplied for each token, then averaged; each is a mean first", "(share * probs.mean(dim=0)).sum()", "(F.one_hot(chosen, len(self.experts)) * probs).mean(dim=0).sum()"),
     Fault("f and P are taken for each row of the batch, then averaged; they run over all tokens", LOSS, "len(self.experts) * (F.one_hot(chosen, len(self.experts)).view(*x.shape[:2], -1).to(probs).mean(dim=1) * probs.view(*x.shape[:2], -1).mean(dim=1)).sum(dim=-1).mean()"),
     Fault("the balance loss has no gradient: P is detached", "(share * probs.mean(dim=0))", "(share * probs.detach().mean(dim=0))"),
