@@ -1,12 +1,10 @@
 """Right answers: buffers taken beforehand, rotation by complex numbers, experts in one stack."""
 
 import math
-from typing import Optional
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 MAX_LEN = 128
 
@@ -25,7 +23,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     return torch.addcmul(bias.to(wide), normed, weight.to(wide)).to(x.dtype)
 
 
-def causal_mask(T: int, S: int, window: Optional[int] = None) -> Tensor:
+def causal_mask(T: int, S: int, window: int | None = None) -> Tensor:
     query = torch.arange(S - T, S)[:, None]
     key = torch.arange(S)[None, :]
     distance = query - key
@@ -42,7 +40,7 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     return torch.cat((z.real, z.imag), dim=-1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     groups = q.size(1) // k.size(1)
     k = k[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
     v = v[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
@@ -103,7 +101,7 @@ class SelfAttention(nn.Module):
         self.wq = nn.Linear(d_model, n_q_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=False)
 
-    def forward(self, x: Tensor, cache: Optional[KVCache] = None):
+    def forward(self, x: Tensor, cache: KVCache | None = None):
         bsz, seqlen, _ = x.shape
         xq = self.wq(x).view(bsz, seqlen, self.n_heads, self.head_dim).transpose(1, 2)
         xk = self.wk(x).view(bsz, seqlen, self.n_kv_heads, self.head_dim).transpose(1, 2)
@@ -147,7 +145,7 @@ class EncoderLayer(nn.Module):
         self.norm_attn = nn.LayerNorm(d_model)
         self.attn = Attention2017(d_model, n_heads)
 
-    def forward(self, x: Tensor, key_padding_mask: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         mask = None if key_padding_mask is None else key_padding_mask[:, None, None]
         x = self.norm_attn(x.add(self.attn(x, mask=mask)))
         return self.norm_ff(x.add(self.fc2(self.fc1(x).clamp(min=0))))
@@ -204,7 +202,7 @@ class ModernBlock(nn.Module):
         self.w2 = nn.Linear(d_ff, d_model, bias=False)
         self.attention = SelfAttention(d_model, n_q_heads, n_kv_heads)
 
-    def forward(self, x: Tensor, cache: Optional[KVCache] = None):
+    def forward(self, x: Tensor, cache: KVCache | None = None):
         h, cache = self.attention(rms_norm(x, self.attention_norm_weight), cache)
         h = x + h
         gate, up = self.w13(rms_norm(h, self.ffn_norm_weight)).chunk(2, -1)
@@ -345,7 +343,7 @@ class LoRALinear(nn.Module):
         return out
 
 
-def next_token_loss(logits: Tensor, ids: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+def next_token_loss(logits: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     pairs = torch.ones(ids.size(0), ids.size(1) - 1, dtype=torch.bool)
     if mask is not None:
         pairs = mask[:, 1:].logical_and(mask[:, :-1])

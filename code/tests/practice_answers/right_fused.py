@@ -3,8 +3,8 @@
 import math
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 
 def rms_norm(x, weight, eps=1e-6):
