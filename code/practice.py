@@ -52,6 +52,7 @@ PATIENCE = 5  # times as many seconds by the clock, when the machine has other t
 SEARCH = 0.9  # seconds for trying which of their parameters is which
 NAMING = 0.9  # seconds for trying pairs of mistakes
 DEEPER = 0.05  # what a unit more speaks for an assignment that is searched on
+LIKELY = 24  # assignments after which known mistakes are looked for, before the others are tried
 ASSIGNMENTS = 600  # tried before their parameters count as read
 
 
@@ -1407,7 +1408,8 @@ class AdapterExercise(ModuleExercise):
             found = {"the numbers that train": count, "y": y.detach()}
             zero = {p.numel(): not p.any() for p in trained}
             a, b = sizes["rank"] * sizes["in"], sizes["rank"] * sizes["out"]
-            found["whether B starts at zero and A does not"] = zero.get(b, 0) and not zero.get(a, 1)
+            found["whether B starts at zero"] = bool(zero.get(b, False))
+            found["whether A starts at zero"] = bool(zero.get(a, False))
             found["the linear's weight"] = linear.weight.detach()
             return found | {"the weight it was given": weight}
 
@@ -1437,6 +1439,7 @@ class AdapterExercise(ModuleExercise):
                     merged.weight.data_ptr() not in own
                 )
                 found["merged()(x) once more"] = module.merged()(x)
+            subject.modules.clear()
             return found
 
         return Case(self.call(sizes, [], ".merged()"), run, self.letters(sizes, 2, 5))
@@ -2151,9 +2154,8 @@ def judge_module(exercise: ModuleExercise, cls: Callable) -> Verdict:
 
 def read_module(exercise: ModuleExercise, cls: Callable) -> tuple[Verdict, Theirs | None]:
     """Read their parameters, run all cases, name the mistake where one fails; and the reading."""
-    answer = judged_known(exercise.name)
     usual = exercise.sizes[0]
-    theirs = Theirs(exercise, cls, answer.subject)
+    theirs = Theirs(exercise, cls, judged_known(exercise.name).subject)
     try:
         Judgement.last = exercise.cases[0]
         with default_dtype(torch.float32), contextlib.suppress(Trouble):
@@ -2165,34 +2167,109 @@ def read_module(exercise: ModuleExercise, cls: Callable) -> tuple[Verdict, Their
         call = f"case: {exercise.call(usual, exercise.inputs(usual, 2, 5))}"
         lines = (*lines, call) if trouble else (call, *lines)
         return Verdict(exercise.name, False, "wrong", (*lines[:7], see(exercise))), None
-    module, template = theirs.built(usual), answer.subject.template(usual)
-    wanted = exercise.first(answer.subject.make(usual).module, usual)
-    tried: list[tuple[dict, tuple]] = []
-    outputs: list[Tensor | None] = []
-    fitting: list[int] = []
-    until = time.process_time() + SEARCH
-    for layout, keys in itertools.islice(theirs.assignments(usual), ASSIGNMENTS):
-        load(module, layout, template.values)
-        output = exercise.first(module, usual)
-        tried.append((layout, keys))
-        outputs.append(output)
-        if near(wanted, output):
-            fitting.append(len(tried) - 1)
-            judged = assigned(theirs, usual, tried[-1])
-            if next(answer.differences(judged), None) is None:
-                return right(exercise, judged), judged.subject
-        if time.process_time() > until:
-            break
-    named = name_module(exercise, theirs, tried, outputs)
-    if named is not None:
-        faults, judged = named
-        found = verdict(exercise, list(answer.differences(judged)), says(faults), judged)
-        return found, judged.subject
-    if not tried:
-        return unrecognised(exercise, module, template), None
-    judged = assigned(theirs, usual, tried[fitting[0] if fitting else 0])
-    found = verdict(exercise, list(answer.differences(judged)), None, judged)
-    return found, judged.subject
+    return Search(exercise, theirs).verdict()
+
+
+class Search:
+    """The assignments of a class of theirs, tried one after the other."""
+
+    def __init__(self, exercise: ModuleExercise, theirs: Theirs):
+        self.exercise, self.theirs, self.usual = exercise, theirs, exercise.sizes[0]
+        self.answer = judged_known(exercise.name)
+        self.wanted = exercise.first(self.answer.subject.make(self.usual).module, self.usual)
+        self.tried: list[tuple[dict, tuple]] = []
+        self.outputs: list[Tensor] = []  # of one full pass, NaN where it raised
+        self.fitting: list[int] = []  # assignments with the answer's output
+        self.judged: dict[int, Judgement] = {}
+
+    def verdict(self) -> tuple[Verdict, Theirs | None]:
+        """Right, or the mistake, looked for among the likeliest assignments first."""
+        until = time.process_time() + SEARCH
+        assignments = self.theirs.assignments(self.usual)
+        for stage in (LIKELY, ASSIGNMENTS):
+            while len(self.tried) < stage and time.process_time() < until:
+                if (assignment := next(assignments, None)) is None:
+                    break
+                found = self.attempt(assignment)
+                if found is not None:
+                    return right(self.exercise, found), found.subject
+            named = self.named(known_faults(self.exercise.name))
+            if named is not None or assignment is None:
+                break
+        if named is None:
+            named = self.named(pairs(self.exercise.name), time.process_time() + NAMING)
+        if named is not None:
+            faults, found = named
+            wrong = list(self.answer.differences(found))
+            return verdict(self.exercise, wrong, says(faults), found), found.subject
+        if not self.tried:
+            module, template = (
+                self.theirs.built(self.usual),
+                self.answer.subject.template(self.usual),
+            )
+            return unrecognised(self.exercise, module, template), None
+        found = self.judgement(self.fitting[0] if self.fitting else 0)
+        wrong = list(self.answer.differences(found))
+        return verdict(self.exercise, wrong, None, found), found.subject
+
+    def attempt(self, assignment: tuple[dict, tuple]) -> Judgement | None:
+        """The judgement, when all cases give what the answer gives."""
+        module = self.theirs.built(self.usual)
+        load(module, assignment[0], self.answer.subject.template(self.usual).values)
+        output = self.exercise.first(module, self.usual)
+        fits = isinstance(output, Tensor) and output.shape == self.wanted.shape
+        self.tried.append(assignment)
+        self.outputs.append(output.double() if fits else torch.full_like(self.wanted, math.nan))
+        if not near(self.wanted, output):
+            return None
+        self.fitting.append(len(self.tried) - 1)
+        found = self.judgement(self.fitting[-1])
+        return found if next(self.answer.differences(found), None) is None else None
+
+    def judgement(self, i: int) -> Judgement:
+        """On theirs with its parameters read by assignment i."""
+        if i not in self.judged:
+            self.judged[i] = assigned(self.theirs, self.usual, self.tried[i])
+        return self.judged[i]
+
+    def named(
+        self, known: Iterable[tuple[Fault, ...]], until: float = math.inf
+    ) -> tuple[tuple[Fault, ...], Judgement] | None:
+        """The nearest single fault, or the first pair, that gives the same in all cases."""
+        stacked = torch.stack(self.outputs).flatten(1) if self.outputs else None
+        found = []
+        for faults in known:
+            judged = self.read(faults, stacked)
+            if judged is not None and len(faults) > 1:
+                return faults, judged
+            if judged is not None:
+                gap = distance(judged_known(self.exercise.name, *faults), judged)
+                found.append((gap, len(found), faults, judged))
+            if time.process_time() > until:
+                break
+        return min(found)[2:] if found else None
+
+    def read(self, faults: tuple[Fault, ...], stacked: Tensor | None) -> Judgement | None:
+        """Theirs, as some assignment reads it, when it behaves like these faults."""
+        try:
+            fault = judged_known(self.exercise.name, *faults)
+            template = fault.subject.template(self.usual)
+            output = self.exercise.first(fault.subject.make(self.usual).module, self.usual)
+        except Exception:  # two faults may not go together
+            return None
+        own = self.answer.subject.template(self.usual)
+        if template.names != own.names or stacked is None:
+            alone = len(faults) == 1
+            return other_parameters(self.exercise, self.theirs, fault) if alone else None
+        alike = [0]  # where nothing comes out, exceptions are compared, of the likeliest reading
+        if output is not None and output.shape == self.wanted.shape:
+            gaps = (stacked - output.flatten()).abs().amax(dim=1)
+            alike = (gaps <= CLOSE * output.abs().max() + 1e-12).nonzero()[:, 0].tolist()
+        for i in alike:
+            found = self.judgement(i)
+            if telling(found) and behaves(self.answer, fault, found):
+                return found
+        return None
 
 
 def assigned(theirs: Theirs, usual: dict[str, int], assignment: tuple[dict, tuple]) -> Judgement:
@@ -2201,57 +2278,6 @@ def assigned(theirs: Theirs, usual: dict[str, int], assignment: tuple[dict, tupl
     reader.modules, reader.readings = theirs.modules, theirs.readings
     reader.assign(usual, *assignment)
     return Judgement(theirs.exercise, reader)
-
-
-def name_module(
-    exercise: ModuleExercise, theirs: Theirs, tried: list, outputs: list
-) -> tuple[tuple[Fault, ...], Judgement] | None:
-    """The faults, and the reading of their parameters, that give the same in all cases."""
-    answer, usual = judged_known(exercise.name), exercise.sizes[0]
-    own = answer.subject.template(usual).names
-    judged: dict[int, Judgement] = {}
-    shape = exercise.first(answer.subject.make(usual).module, usual).shape
-    whole = [i for i, o in enumerate(outputs) if o is not None and o.shape == shape]
-    stacked = torch.stack([outputs[i].flatten() for i in whole]) if whole else None
-
-    def read(faults: tuple[Fault, ...]) -> Judgement | None:
-        """Theirs, as some assignment reads it, when it behaves like these faults."""
-        try:
-            fault = judged_known(exercise.name, *faults)
-            names = fault.subject.template(usual).names
-            output = exercise.first(fault.subject.make(usual).module, usual)
-        except Exception:  # two faults may not go together
-            return None
-        if names != own or not tried:
-            return other_parameters(exercise, theirs, fault) if len(faults) == 1 else None
-        alike = [0]  # where nothing comes out, exceptions are compared, of the likeliest reading
-        if output is not None and output.shape == shape and stacked is not None:
-            gaps = (stacked - output.flatten()).abs().amax(dim=1)
-            close = (gaps <= CLOSE * output.abs().max() + 1e-12).nonzero()[:, 0].tolist()
-            alike = [whole[i] for i in close]
-        elif output is not None and output.shape == shape:
-            return None
-        for i in alike:
-            if i not in judged:
-                judged[i] = assigned(theirs, usual, tried[i])
-            if telling(judged[i]) and behaves(answer, fault, judged[i]):
-                return judged[i]
-        return None
-
-    fitting = []
-    for faults in known_faults(exercise.name):
-        if (found := read(faults)) is not None:
-            gap = distance(judged_known(exercise.name, *faults), found) if tried else 0.0
-            fitting.append((gap, len(fitting), faults, found))
-    if fitting:
-        return min(fitting)[2:]
-    until = time.process_time() + NAMING
-    for faults in pairs(exercise.name):
-        if (found := read(faults)) is not None:
-            return faults, found
-        if time.process_time() > until:
-            return None
-    return None
 
 
 def behaves(answer: Judgement, fault: Judgement, theirs: Judgement) -> bool:
@@ -2271,6 +2297,9 @@ def other_parameters(
         reader.modules = theirs.modules
         try:
             module = reader.built(usual)
+            count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+            if like.template(usual).size > count:
+                continue
             output = exercise.first(like.make(usual).module, usual)
         except Exception:
             continue
