@@ -766,6 +766,7 @@ class Reading:
     ):  # fmt: skip
         self.template, self.flags = template, flags
         self.turned = turned  # their square raw matrices are [in, out], as in x @ W
+        self.before: dict[str, str] = {}  # what units are at another size
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.units = units_of(module)
         if not all(any(True for _ in self.fitting(unit)) for unit in self.units):
@@ -819,6 +820,8 @@ class Reading:
                 flags = place_flags[:, layout[unit.weight]]
                 share = (flags != unit_flags[unit.weight]).double().flatten(1).mean(dim=1)
                 cost += 5 * share.sum().item()
+            if self.before.get(unit.weight) == f"{piece.key} {form}":
+                cost -= 3
             covers = self.template.covered(piece, unit.bias is not None)
             found.append(Choice(f"{piece.key} {form}", layout, covers, cost))
         return sorted(found, key=lambda choice: choice.cost)
@@ -981,15 +984,17 @@ class Theirs:
     def reading(self, sizes: dict[str, int], turned: bool = True, flags: bool = False) -> Reading:
         """Of their parameters: square raw matrices as [in, out] or not, gradients used or not."""
         ways = self.readings.setdefault(key_of(sizes), {})
-        if (turned, flags) not in ways:
+        if (turned, flags, self.keys) not in ways:
             template, module = self.like.template(sizes), self.built(sizes)
 
             @functools.cache
             def probed() -> tuple[dict, Tensor]:
                 return self.exercise.flags(self.like.make(sizes), module, sizes)
 
-            ways[turned, flags] = Reading(template, module, probed if flags else None, turned)
-        return ways[turned, flags]
+            reading = Reading(template, module, probed if flags else None, turned)
+            reading.before = dict(self.keys[1]) if self.keys else {}
+            ways[turned, flags, self.keys] = reading
+        return ways[turned, flags, self.keys]
 
     def assignments(self, sizes: dict[str, int]) -> Iterator[tuple[dict[str, Tensor], tuple]]:
         """By names alone and with what gradients tell, of raw matrices both ways, in turns.
