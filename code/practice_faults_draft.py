@@ -665,9 +665,9 @@ FAULTS["SelfAttention"] = [
     ),
     Fault(
         "keys are cached for all H query heads; G are enough, and attention widens them",
-        "        out = attention",
+        "        if cache is not None:",
         "        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))\n"
-        "        out = attention",
+        "        if cache is not None:",
     ),
     Fault("only the keys are turned; queries must turn too", TURNED, "k = rotate(k, positions)"),
     Fault("only the queries are turned; keys must turn too", TURNED, "q = rotate(q, positions)"),
