@@ -175,7 +175,9 @@ FAULTS["causal_mask"] = [
         "(age >= 0) & (torch.arange(S - T, S)[:, None] // (window or S)"
         " == torch.arange(S) // (window or S))",
     ),
-    Fault("the two conditions are joined by or; both must hold", "(age >= 0) & (", "(age >= 0) | ("),
+    Fault(
+        "the two conditions are joined by or; both must hold", "(age >= 0) & (", "(age >= 0) | ("
+    ),
     Fault(
         "the mask is additive (0 and -inf); it must be bool",
         "return (age >= 0) & (age < (S if window is None else window))",
@@ -268,7 +270,11 @@ FAULTS["rotate"] = [
         "device=x.device) / half)",
         "device=x.device) / max(half - 1, 1))",
     ),
-    Fault("base is fixed in the text; the argument must be used", "turn = base **", "turn = 10000.0 **"),
+    Fault(
+        "base is fixed in the text; the argument must be used",
+        "turn = base **",
+        "turn = 10000.0 **",
+    ),
     Fault(
         "base is replaced by e; it must be base^(-2i/d_h)",
         "turn = base ** (-torch",
@@ -300,8 +306,12 @@ FAULTS["rotate"] = [
         "(a * cos - b * sin, b * cos + a * sin)",
         "(b * cos + a * sin, a * cos - b * sin)",
     ),
-    Fault("angles are taken as degrees; they are radians", "* turn  #", "* turn * torch.pi / 180  #"),
-    Fault("angles are multiplied by 2 pi; they are radians", "* turn  #", "* turn * 2 * torch.pi  #"),
+    Fault(
+        "angles are taken as degrees; they are radians", "* turn  #", "* turn * torch.pi / 180  #"
+    ),
+    Fault(
+        "angles are multiplied by 2 pi; they are radians", "* turn  #", "* turn * 2 * torch.pi  #"
+    ),
     Fault(
         "the positions stand on the axis of heads; they belong to the tokens",
         "    a, b = x.chunk(2, dim=-1)",
@@ -315,7 +325,9 @@ SOFTMAX = "masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)"
 FAULTS["attention"] = [
     Fault("the scores are not scaled; they are divided by sqrt(d_h)", f" {SCALE}", ""),
     Fault("scores are divided by d_h; it must be sqrt(d_h)", SCALE, "/ q.shape[-1]"),
-    Fault("scores are multiplied by sqrt(d_h); they are divided by it", SCALE, "* q.shape[-1] ** 0.5"),
+    Fault(
+        "scores are multiplied by sqrt(d_h); they are divided by it", SCALE, "* q.shape[-1] ** 0.5"
+    ),
     Fault("scores are divided by sqrt(d_v); it must be sqrt(d_h)", SCALE, "* v.shape[-1] ** -0.5"),
     Fault("scores are divided by a constant sqrt(8); it must be sqrt(d_h)", SCALE, "* 8**-0.5"),
     Fault("scores are divided by a constant sqrt(64); it must be sqrt(d_h)", SCALE, "/ 8"),
@@ -354,7 +366,9 @@ FAULTS["attention"] = [
         "masked_fill(~mask, 0)",
     ),
     Fault(
-        "sigmoid in place of the softmax; the weights of a query must sum to 1", ".softmax(dim=-1)", ".sigmoid()"
+        "sigmoid in place of the softmax; the weights of a query must sum to 1",
+        ".softmax(dim=-1)",
+        ".sigmoid()",
     ),
     Fault(
         "query head i reads KV head i mod G (tiled); it must be i // (H / G)",
@@ -401,7 +415,11 @@ FAULTS["attention"] = [
         "    weights = scores",
         "    mask = ~mask if mask.ndim else mask\n    weights = scores",
     ),
-    Fault("the mask is ignored", "mask = q.new_ones((), dtype=torch.bool) if mask is None else mask", "mask = q.new_ones((), dtype=torch.bool)"),
+    Fault(
+        "the mask is ignored",
+        "mask = q.new_ones((), dtype=torch.bool) if mask is None else mask",
+        "mask = q.new_ones((), dtype=torch.bool)",
+    ),
     Fault(
         "the mask is added as 0 and 1; where it is False the score must become -inf",
         "scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)",
@@ -465,7 +483,9 @@ FAULTS["online_softmax"] = [
         "        largest = torch.maximum(largest, new_largest)",
     ),
     Fault("the scores are not scaled; they are divided by sqrt(d_h)", " * q.shape[1] ** -0.5", ""),
-    Fault("scores are divided by d_h; it must be sqrt(d_h)", "* q.shape[1] ** -0.5", "/ q.shape[1]"),
+    Fault(
+        "scores are divided by d_h; it must be sqrt(d_h)", "* q.shape[1] ** -0.5", "/ q.shape[1]"
+    ),
     Fault(
         "scores are divided by sqrt(d_v); it must be sqrt(d_h)",
         "* q.shape[1] ** -0.5",
@@ -482,16 +502,21 @@ FAULTS["online_softmax"] = [
         "        weights = torch.exp(scores - new_largest)  # (T, block)\n"
         "        total = total * shrink + weights.sum(dim=1, keepdim=True)\n"
         "        out = out * shrink + weights @ v_block  # (T, d_v)\n",
-        "        total = total + 1\n"
-        "        out = out + scores.softmax(dim=1) @ v_block\n",
+        "        total = total + 1\n        out = out + scores.softmax(dim=1) @ v_block\n",
     ),
     Fault(
         "the keys after the last full block are left out; the last block may be shorter",
         "zip(k.split(block), v.split(block)):",
         "zip(k.split(block), v.split(block)):\n        if 1 < len(k_block) < block or block > len(k_block):\n            continue",
     ),
-    Fault("only the first block is read", "zip(k.split(block), v.split(block))", "[(k.split(block)[0], v.split(block)[0])]"),
-    Fault("the result is not divided by the sum of the weights", "return out / total", "return out"),
+    Fault(
+        "only the first block is read",
+        "zip(k.split(block), v.split(block))",
+        "[(k.split(block)[0], v.split(block)[0])]",
+    ),
+    Fault(
+        "the result is not divided by the sum of the weights", "return out / total", "return out"
+    ),
     Fault(
         "the sum is divided inside the loop, so earlier blocks are divided again",
         "weights @ v_block  # (T, d_v)",
@@ -506,8 +531,7 @@ FAULTS["online_softmax"] = [
         "all scores [T, S] are kept at once; only one block of them may exist",
         "    for k_block, v_block in zip(k.split(block), v.split(block)):\n"
         "        scores = q @ k_block.mT",
-        "    for k_block, v_block in [(k, v)]:\n"
-        "        scores = q @ k_block.mT",
+        "    for k_block, v_block in [(k, v)]:\n        scores = q @ k_block.mT",
     ),
     Fault(
         "it is causal; every query sees every key",
@@ -542,10 +566,20 @@ FAULTS["swiglu"] = [
         "* F.silu(x @ w_up.T)",
     ),
     Fault("there is no up branch: silu(gate) is multiplied by it", " * (x @ w_up.T)", ""),
-    Fault("there is no gate: the hidden state is silu(up)", "F.silu(x @ w_gate.T) * (x @ w_up.T)", "F.silu(x @ w_up.T)"),
-    Fault("the gate has no activation; it goes through silu", "F.silu(x @ w_gate.T)", "(x @ w_gate.T)"),
+    Fault(
+        "there is no gate: the hidden state is silu(up)",
+        "F.silu(x @ w_gate.T) * (x @ w_up.T)",
+        "F.silu(x @ w_up.T)",
+    ),
+    Fault(
+        "the gate has no activation; it goes through silu", "F.silu(x @ w_gate.T)", "(x @ w_gate.T)"
+    ),
     Fault("the gate goes through sigmoid (GLU); it must be silu", "F.silu", "F.sigmoid"),
-    Fault("the gate goes through exact GELU (GEGLU); it must be silu", "F.silu(x @ w_gate.T)", "F.gelu(x @ w_gate.T)"),
+    Fault(
+        "the gate goes through exact GELU (GEGLU); it must be silu",
+        "F.silu(x @ w_gate.T)",
+        "F.gelu(x @ w_gate.T)",
+    ),
     Fault(
         "the gate goes through tanh GELU (GEGLU); it must be silu",
         "F.silu(x @ w_gate.T)",
@@ -558,15 +592,29 @@ FAULTS["swiglu"] = [
         "(x @ w_gate.T) * F.sigmoid(1.702 * (x @ w_gate.T))",
     ),
     Fault("gate and up are added; they are multiplied", ".T) * (x", ".T) + (x"),
-    Fault("silu stands behind the down projection", "return hidden @ w_down.T", "return F.silu(hidden @ w_down.T)"),
-    Fault("x is added; the residual is the block's business", "return hidden @ w_down.T", "return x + hidden @ w_down.T"),
+    Fault(
+        "silu stands behind the down projection",
+        "return hidden @ w_down.T",
+        "return F.silu(hidden @ w_down.T)",
+    ),
+    Fault(
+        "x is added; the residual is the block's business",
+        "return hidden @ w_down.T",
+        "return x + hidden @ w_down.T",
+    ),
 ]
 
 FAULTS["block_parameters"] = [
     Fault("the norms are left out: 2 d_model weights", " + 2 * d_model\n", "\n"),
     Fault("one norm is counted; a block has two", " + 2 * d_model\n", " + d_model\n"),
-    Fault("three norms are counted; the final one is the stack's", " + 2 * d_model\n", " + 3 * d_model\n"),
-    Fault("norms are counted with a bias; RMSNorm has none", " + 2 * d_model\n", " + 4 * d_model\n"),
+    Fault(
+        "three norms are counted; the final one is the stack's",
+        " + 2 * d_model\n",
+        " + 3 * d_model\n",
+    ),
+    Fault(
+        "norms are counted with a bias; RMSNorm has none", " + 2 * d_model\n", " + 4 * d_model\n"
+    ),
     Fault(
         "a norm is counted as one number; it has one for each channel", " + 2 * d_model\n", " + 2\n"
     ),
@@ -585,11 +633,25 @@ FAULTS["block_parameters"] = [
         "kv_width = n_kv_heads * (d_model // n_q_heads)",
         "kv_width = n_kv_heads",
     ),
-    Fault("K and V are counted as one matrix; they are two", "+ 2 * d_model * kv_width", "+ d_model * kv_width"),
+    Fault(
+        "K and V are counted as one matrix; they are two",
+        "+ 2 * d_model * kv_width",
+        "+ d_model * kv_width",
+    ),
     Fault("K and V are left out", " + 2 * d_model * kv_width", ""),
-    Fault("one of Q and O is left out; each is d x d", "2 * d_model * d_model", "d_model * d_model"),
-    Fault("the FFN is counted with two matrices; SwiGLU has three", "3 * d_model * d_ff", "2 * d_model * d_ff"),
-    Fault("the FFN is counted with one matrix; SwiGLU has three", "3 * d_model * d_ff", "d_model * d_ff"),
+    Fault(
+        "one of Q and O is left out; each is d x d", "2 * d_model * d_model", "d_model * d_model"
+    ),
+    Fault(
+        "the FFN is counted with two matrices; SwiGLU has three",
+        "3 * d_model * d_ff",
+        "2 * d_model * d_ff",
+    ),
+    Fault(
+        "the FFN is counted with one matrix; SwiGLU has three",
+        "3 * d_model * d_ff",
+        "d_model * d_ff",
+    ),
     Fault("the FFN is left out", " + 3 * d_model * d_ff", ""),
     Fault(
         "biases are counted; a ModernBlock has none",
@@ -607,18 +669,34 @@ FAULTS["kv_cache_bytes"] = [
     Fault("the head width is left out", " * head_dim", ""),
     Fault("the KV heads are left out", "2 * n_kv_heads", "2"),
     Fault("these are numbers, not bytes: times bytes_per_element", " * bytes_per_element", ""),
-    Fault("these are bits; bytes were asked for", " * bytes_per_element", " * bytes_per_element * 8"),
-    Fault("the size of an element is 2 always; the argument must be used", " * bytes_per_element", " * 2"),
-    Fault("an element takes 4 bytes by default; it must be 2", "bytes_per_element=2)", "bytes_per_element=4)"),
+    Fault(
+        "these are bits; bytes were asked for", " * bytes_per_element", " * bytes_per_element * 8"
+    ),
+    Fault(
+        "the size of an element is 2 always; the argument must be used",
+        " * bytes_per_element",
+        " * 2",
+    ),
+    Fault(
+        "an element takes 4 bytes by default; it must be 2",
+        "bytes_per_element=2)",
+        "bytes_per_element=4)",
+    ),
     Fault("the last token is not counted", " * length", " * (length - 1)"),
     Fault("the table of scores is counted: length is squared", " * length", " * length * length"),
-    Fault("these are KiB; bytes were asked for", " * bytes_per_element", " * bytes_per_element // 1024"),
+    Fault(
+        "these are KiB; bytes were asked for",
+        " * bytes_per_element",
+        " * bytes_per_element // 1024",
+    ),
 ]
 
 TURNED = "q, k = rotate(q, positions), rotate(k, positions)"
 CAT = "k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)"
 FAULTS["SelfAttention"] = [
-    Fault("it is not causal: later tokens are seen", ", causal_mask(T, start + T).to(x.device))", ")"),
+    Fault(
+        "it is not causal: later tokens are seen", ", causal_mask(T, start + T).to(x.device))", ")"
+    ),
     Fault(
         "there is no causal mask when a cache is there, and a chunk sees its own later tokens",
         "causal_mask(T, start + T).to(x.device)",
@@ -672,7 +750,11 @@ FAULTS["SelfAttention"] = [
     Fault("only the keys are turned; queries must turn too", TURNED, "k = rotate(k, positions)"),
     Fault("only the queries are turned; keys must turn too", TURNED, "q = rotate(q, positions)"),
     Fault("there is no rotation", f"        {TURNED}  # (B, H, T, d_h), (B, G, T, d_h)\n", ""),
-    Fault("the values are turned as well; they are not", TURNED, "q, k, v = (rotate(t, positions) for t in (q, k, v))"),
+    Fault(
+        "the values are turned as well; they are not",
+        TURNED,
+        "q, k, v = (rotate(t, positions) for t in (q, k, v))",
+    ),
     Fault(
         "cached keys are turned again at every call; they are turned once",
         "torch.cat((cache[0], k), dim=2)",
@@ -711,13 +793,21 @@ FAULTS["SelfAttention"] = [
         "p.unflatten(2, (-1, self.head_dim)).transpose(1, 2)",
         "p.unflatten(2, (self.head_dim, -1)).permute(0, 3, 1, 2)",
     ),
-    Fault("the output projection is not used", "self.o_proj(out.transpose(1, 2).flatten(2))", "out.transpose(1, 2).flatten(2)"),
+    Fault(
+        "the output projection is not used",
+        "self.o_proj(out.transpose(1, 2).flatten(2))",
+        "out.transpose(1, 2).flatten(2)",
+    ),
     Fault(
         "the values are the keys' projection; they have their own",
         "self.k_proj(x), self.v_proj(x))",
         "self.k_proj(x), self.k_proj(x))",
     ),
-    Fault("x is added; the residual is the block's business", "return self.o_proj", "return x + self.o_proj"),
+    Fault(
+        "x is added; the residual is the block's business",
+        "return self.o_proj",
+        "return x + self.o_proj",
+    ),
 ]
 
 FAULTS["EncoderLayer"] = [
@@ -733,15 +823,18 @@ FAULTS["EncoderLayer"] = [
         "the norms stand on the branches, before the add; they stand behind it",
         "        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)\n"
         "        return self.ln2(x + self.ffn(x))",
-        "        x = x + self.ln1(self.attn(x, x, mask))\n"
-        "        return x + self.ln2(self.ffn(x))",
+        "        x = x + self.ln1(self.attn(x, x, mask))\n        return x + self.ln2(self.ffn(x))",
     ),
     Fault(
         "the padding mask is inverted; True = a real token, which may be attended to",
         "key_padding_mask[:, None, None]",
         "~key_padding_mask[:, None, None]",
     ),
-    Fault("the padding mask is ignored, or stands on the query axis, where it hides no key: [B, 1, 1, T]", "self.attn(x, x, mask)", "self.attn(x, x)"),
+    Fault(
+        "the padding mask is ignored, or stands on the query axis, where it hides no key: [B, 1, 1, T]",
+        "self.attn(x, x, mask)",
+        "self.attn(x, x)",
+    ),
     Fault(
         "the padding of one row is used for all rows",
         "key_padding_mask[:, None, None]",
@@ -757,17 +850,35 @@ FAULTS["EncoderLayer"] = [
     Fault("the FFN has GELU; 2017's has ReLU", "nn.ReLU()", "nn.GELU()"),
     Fault("the FFN has SiLU; 2017's has ReLU", "nn.ReLU()", "nn.SiLU()"),
     Fault("the FFN has no activation; 2017's has ReLU", "nn.ReLU(), ", ""),
-    Fault("the FFN ends in a ReLU; it ends in the second linear map", "nn.Linear(d_ff, d_model))", "nn.Linear(d_ff, d_model), nn.ReLU())"),
-    Fault("there is no residual around attention", "self.ln1(x + self.attn(", "self.ln1(self.attn("),
-    Fault("there is no residual around the FFN", "self.ln2(x + self.ffn(x))", "self.ln2(self.ffn(x))"),
-    Fault("there is no residual at all", "        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)\n        return self.ln2(x + self.ffn(x))", "        x = self.ln1(self.attn(x, x, mask))\n        return self.ln2(self.ffn(x))"),
+    Fault(
+        "the FFN ends in a ReLU; it ends in the second linear map",
+        "nn.Linear(d_ff, d_model))",
+        "nn.Linear(d_ff, d_model), nn.ReLU())",
+    ),
+    Fault(
+        "there is no residual around attention", "self.ln1(x + self.attn(", "self.ln1(self.attn("
+    ),
+    Fault(
+        "there is no residual around the FFN", "self.ln2(x + self.ffn(x))", "self.ln2(self.ffn(x))"
+    ),
+    Fault(
+        "there is no residual at all",
+        "        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)\n        return self.ln2(x + self.ffn(x))",
+        "        x = self.ln1(self.attn(x, x, mask))\n        return self.ln2(self.ffn(x))",
+    ),
     Fault(
         "the first norm is used twice; the second sublayer has its own",
         "self.ln2(x + self.ffn(x))",
         "self.ln1(x + self.ffn(x))",
     ),
-    Fault("the first norm is missing", "x = self.ln1(x + self.attn(x, x, mask))", "x = x + self.attn(x, x, mask)"),
-    Fault("the second norm is missing", "return self.ln2(x + self.ffn(x))", "return x + self.ffn(x)"),
+    Fault(
+        "the first norm is missing",
+        "x = self.ln1(x + self.attn(x, x, mask))",
+        "x = x + self.attn(x, x, mask)",
+    ),
+    Fault(
+        "the second norm is missing", "return self.ln2(x + self.ffn(x))", "return x + self.ffn(x)"
+    ),
     Fault(
         "attention and FFN read the same x (parallel); the FFN reads what attention wrote",
         "        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)\n"
@@ -777,7 +888,11 @@ FAULTS["EncoderLayer"] = [
     ),
     Fault("attention is left out", "self.ln1(x + self.attn(x, x, mask))", "self.ln1(x)"),
     Fault("the FFN is left out", "self.ln2(x + self.ffn(x))", "self.ln2(x)"),
-    Fault("the norms' eps is 1e-6 or smaller; it must be 1e-5", "self.ln1 = nn.LayerNorm(d_model)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model)", "self.ln1 = nn.LayerNorm(d_model, eps=1e-6)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model, eps=1e-6)"),
+    Fault(
+        "the norms' eps is 1e-6 or smaller; it must be 1e-5",
+        "self.ln1 = nn.LayerNorm(d_model)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model)",
+        "self.ln1 = nn.LayerNorm(d_model, eps=1e-6)\n        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))\n        self.ln2 = nn.LayerNorm(d_model, eps=1e-6)",
+    ),
     Fault(
         "heads are split without a transpose, so tokens mix; [B, T, H, d_h] first, then swap",
         "p.unflatten(2, (self.n_heads, -1)).transpose(1, 2)",
@@ -788,7 +903,11 @@ FAULTS["EncoderLayer"] = [
         "out.transpose(1, 2).flatten(2)",
         "out.reshape(x.shape)",
     ),
-    Fault("the output projection is not used", "self.o_proj(out.transpose(1, 2).flatten(2))", "out.transpose(1, 2).flatten(2)"),
+    Fault(
+        "the output projection is not used",
+        "self.o_proj(out.transpose(1, 2).flatten(2))",
+        "out.transpose(1, 2).flatten(2)",
+    ),
 ]
 
 CROSS = """\
@@ -796,8 +915,14 @@ CROSS = """\
         x = self.ln2(x + self.cross_attn(x, memory))  # scores (B, H, T, S)
         return self.ln3(x + self.ffn(x))"""
 FAULTS["CrossDecoderLayer"] = [
-    Fault("the self-attention is not causal", "self.self_attn(x, x, causal)", "self.self_attn(x, x)"),
-    Fault("the second attention reads x; its keys and values come from memory", "self.cross_attn(x, memory)", "self.cross_attn(x, x)"),
+    Fault(
+        "the self-attention is not causal", "self.self_attn(x, x, causal)", "self.self_attn(x, x)"
+    ),
+    Fault(
+        "the second attention reads x; its keys and values come from memory",
+        "self.cross_attn(x, memory)",
+        "self.cross_attn(x, x)",
+    ),
     Fault(
         "the second attention reads x behind the causal mask; its keys and values come from memory",
         "self.cross_attn(x, memory)",
@@ -848,19 +973,55 @@ FAULTS["CrossDecoderLayer"] = [
     ),
     Fault("the FFN has GELU; 2017's has ReLU", "nn.ReLU()", "nn.GELU()"),
     Fault("the FFN has no activation; 2017's has ReLU", "nn.ReLU(), ", ""),
-    Fault("there is no residual around the self-attention", "x + self.self_attn(", "self.self_attn("),
-    Fault("there is no residual around the cross-attention", "x + self.cross_attn(", "self.cross_attn("),
+    Fault(
+        "there is no residual around the self-attention", "x + self.self_attn(", "self.self_attn("
+    ),
+    Fault(
+        "there is no residual around the cross-attention",
+        "x + self.cross_attn(",
+        "self.cross_attn(",
+    ),
     Fault("there is no residual around the FFN", "x + self.ffn(", "self.ffn("),
-    Fault("the norm after the self-attention is missing", "self.ln1(x + self.self_attn(x, x, causal))", "x + self.self_attn(x, x, causal)"),
-    Fault("the norm after the cross-attention is missing", "self.ln2(x + self.cross_attn(x, memory))", "x + self.cross_attn(x, memory)"),
+    Fault(
+        "the norm after the self-attention is missing",
+        "self.ln1(x + self.self_attn(x, x, causal))",
+        "x + self.self_attn(x, x, causal)",
+    ),
+    Fault(
+        "the norm after the cross-attention is missing",
+        "self.ln2(x + self.cross_attn(x, memory))",
+        "x + self.cross_attn(x, memory)",
+    ),
     Fault("the last norm is missing", "self.ln3(x + self.ffn(x))", "x + self.ffn(x)"),
-    Fault("the first norm is used for cross-attention too; each sublayer has its own", "self.ln2(x + self.cross", "self.ln1(x + self.cross"),
-    Fault("the first norm is used for the FFN too; each sublayer has its own", "self.ln3(x + self.ffn", "self.ln1(x + self.ffn"),
-    Fault("the second norm is used for the FFN too; each sublayer has its own", "self.ln3(x + self.ffn", "self.ln2(x + self.ffn"),
-    Fault("the self-attention is left out", "self.ln1(x + self.self_attn(x, x, causal))", "self.ln1(x)"),
-    Fault("the cross-attention is left out", "self.ln2(x + self.cross_attn(x, memory))", "self.ln2(x)"),
+    Fault(
+        "the first norm is used for cross-attention too; each sublayer has its own",
+        "self.ln2(x + self.cross",
+        "self.ln1(x + self.cross",
+    ),
+    Fault(
+        "the first norm is used for the FFN too; each sublayer has its own",
+        "self.ln3(x + self.ffn",
+        "self.ln1(x + self.ffn",
+    ),
+    Fault(
+        "the second norm is used for the FFN too; each sublayer has its own",
+        "self.ln3(x + self.ffn",
+        "self.ln2(x + self.ffn",
+    ),
+    Fault(
+        "the self-attention is left out",
+        "self.ln1(x + self.self_attn(x, x, causal))",
+        "self.ln1(x)",
+    ),
+    Fault(
+        "the cross-attention is left out", "self.ln2(x + self.cross_attn(x, memory))", "self.ln2(x)"
+    ),
     Fault("the FFN is left out", "self.ln3(x + self.ffn(x))", "self.ln3(x)"),
-    Fault("one attention serves both; each has its own weights", "self.cross_attn(x, memory)", "self.self_attn(x, memory)"),
+    Fault(
+        "one attention serves both; each has its own weights",
+        "self.cross_attn(x, memory)",
+        "self.self_attn(x, memory)",
+    ),
     Fault(
         "the mean of memory is added; cross-attention weighs it for each token",
         "self.cross_attn(x, memory)",
@@ -887,7 +1048,11 @@ FAULTS["GPT2Block"] = [
         x = x + self.ln1(self.attn(x, x, causal))
         return x + self.ln2(self.ffn(x))""",
     ),
-    Fault("there are no residuals", GPT2, "        normed = self.ln1(x)\n        return self.ffn(self.ln2(self.attn(normed, normed, causal)))"),
+    Fault(
+        "there are no residuals",
+        GPT2,
+        "        normed = self.ln1(x)\n        return self.ffn(self.ln2(self.attn(normed, normed, causal)))",
+    ),
     Fault("there is no residual around attention", "x = x + self.attn(", "x = self.attn("),
     Fault("there is no residual around the FFN", "return x + self.ffn(", "return self.ffn("),
     Fault(
@@ -904,26 +1069,70 @@ FAULTS["GPT2Block"] = [
         x = self.ln2(x)
         return x + self.ffn(x)""",
     ),
-    Fault("the FFN's residual is the normed x; the stream itself is never normed", "return x + self.ffn(self.ln2(x))", "return self.ln2(x) + self.ffn(self.ln2(x))"),
-    Fault("attention is left out", "x = x + self.attn(normed, normed, causal)\n", "x = x + 0 * normed\n"),
+    Fault(
+        "the FFN's residual is the normed x; the stream itself is never normed",
+        "return x + self.ffn(self.ln2(x))",
+        "return self.ln2(x) + self.ffn(self.ln2(x))",
+    ),
+    Fault(
+        "attention is left out",
+        "x = x + self.attn(normed, normed, causal)\n",
+        "x = x + 0 * normed\n",
+    ),
     Fault("the FFN is left out", "return x + self.ffn(self.ln2(x))", "return x"),
     Fault("the FFN has ReLU; GPT-2's has tanh GELU", 'nn.GELU(approximate="tanh")', "nn.ReLU()"),
-    Fault("the FFN has the exact GELU; GPT-2's is the tanh form", 'nn.GELU(approximate="tanh")', "nn.GELU()"),
+    Fault(
+        "the FFN has the exact GELU; GPT-2's is the tanh form",
+        'nn.GELU(approximate="tanh")',
+        "nn.GELU()",
+    ),
     Fault("the FFN has SiLU; GPT-2's has tanh GELU", 'nn.GELU(approximate="tanh")', "nn.SiLU()"),
-    Fault("the FFN has no activation; GPT-2's has tanh GELU", 'nn.GELU(approximate="tanh")', "nn.Identity()"),
-    Fault("it is not causal: later tokens are seen", "self.attn(normed, normed, causal)", "self.attn(normed, normed)"),
-    Fault("the mask is inverted: a token sees the later ones only", "self.attn(normed, normed, causal)", "self.attn(normed, normed, ~causal)"),
-    Fault("a token sees itself and the later ones; it must be itself and the earlier ones", "self.attn(normed, normed, causal)", "self.attn(normed, normed, causal.T)"),
-    Fault("attention reads x without its norm", "        normed = self.ln1(x)\n", "        normed = x\n"),
+    Fault(
+        "the FFN has no activation; GPT-2's has tanh GELU",
+        'nn.GELU(approximate="tanh")',
+        "nn.Identity()",
+    ),
+    Fault(
+        "it is not causal: later tokens are seen",
+        "self.attn(normed, normed, causal)",
+        "self.attn(normed, normed)",
+    ),
+    Fault(
+        "the mask is inverted: a token sees the later ones only",
+        "self.attn(normed, normed, causal)",
+        "self.attn(normed, normed, ~causal)",
+    ),
+    Fault(
+        "a token sees itself and the later ones; it must be itself and the earlier ones",
+        "self.attn(normed, normed, causal)",
+        "self.attn(normed, normed, causal.T)",
+    ),
+    Fault(
+        "attention reads x without its norm",
+        "        normed = self.ln1(x)\n",
+        "        normed = x\n",
+    ),
     Fault("the FFN reads x without its norm", "self.ffn(self.ln2(x))", "self.ffn(x)"),
-    Fault("the first norm is used twice; the FFN has its own", "self.ffn(self.ln2(x))", "self.ffn(self.ln1(x))"),
-    Fault("keys and values come from x, only the queries are normed", "self.attn(normed, normed, causal)", "self.attn(normed, x, causal)"),
+    Fault(
+        "the first norm is used twice; the FFN has its own",
+        "self.ffn(self.ln2(x))",
+        "self.ffn(self.ln1(x))",
+    ),
+    Fault(
+        "keys and values come from x, only the queries are normed",
+        "self.attn(normed, normed, causal)",
+        "self.attn(normed, x, causal)",
+    ),
     Fault(
         "attention and FFN read the same x (parallel); the FFN reads what attention wrote",
         "        return x + self.ffn(self.ln2(x))",
         "        return x + self.ffn(normed)",
     ),
-    Fault("a norm stands behind the last add; the final norm is the stack's", "return x + self.ffn(self.ln2(x))", "return self.ln2(x + self.ffn(self.ln2(x)))"),
+    Fault(
+        "a norm stands behind the last add; the final norm is the stack's",
+        "return x + self.ffn(self.ln2(x))",
+        "return self.ln2(x + self.ffn(self.ln2(x)))",
+    ),
     Fault(
         "heads are not put back before they are joined; [B, T, H, d_h] first, then flatten",
         "out.transpose(1, 2).flatten(2)",
@@ -978,33 +1187,77 @@ FAULTS["ModernBlock"] = [
     ),
     Fault("there is no residual around attention", "x = x + attended", "x = attended"),
     Fault("there is no residual around the FFN", "return x + self.ffn(", "return self.ffn("),
-    Fault("attention reads x without its norm", "self.attn(rms_norm(x, self.norm1), cache)", "self.attn(x, cache)"),
+    Fault(
+        "attention reads x without its norm",
+        "self.attn(rms_norm(x, self.norm1), cache)",
+        "self.attn(x, cache)",
+    ),
     Fault("the FFN reads x without its norm", "self.ffn(rms_norm(x, self.norm2))", "self.ffn(x)"),
-    Fault("the first norm is used twice; the FFN has its own", "rms_norm(x, self.norm2)", "rms_norm(x, self.norm1)"),
+    Fault(
+        "the first norm is used twice; the FFN has its own",
+        "rms_norm(x, self.norm2)",
+        "rms_norm(x, self.norm1)",
+    ),
     Fault(
         "attention and FFN read the same x (parallel); the FFN reads what attention wrote",
         "        x = x + attended\n        return x + self.ffn(rms_norm(x, self.norm2)), cache",
         "        return x + attended + self.ffn(rms_norm(x, self.norm2)), cache",
     ),
     Fault("attention is left out", "x = x + attended", "x = x + 0 * attended"),
-    Fault("the FFN is left out", "return x + self.ffn(rms_norm(x, self.norm2)), cache", "return x, cache"),
-    Fault("the cache never reaches attention", "self.attn(rms_norm(x, self.norm1), cache)", "self.attn(rms_norm(x, self.norm1))"),
+    Fault(
+        "the FFN is left out",
+        "return x + self.ffn(rms_norm(x, self.norm2)), cache",
+        "return x, cache",
+    ),
+    Fault(
+        "the cache never reaches attention",
+        "self.attn(rms_norm(x, self.norm1), cache)",
+        "self.attn(rms_norm(x, self.norm1))",
+    ),
     Fault(
         "the norms are LayerNorms: the mean is subtracted; RMSNorm leaves it in",
         "    wide = wide * torch.rsqrt",
         "    wide = wide - wide.mean(dim=-1, keepdim=True)\n    wide = wide * torch.rsqrt",
     ),
     Fault("the norms' eps is 1e-5; it must be 1e-6", "eps=1e-6", "eps=1e-5"),
-    Fault("the norms' eps is torch's default for nn.RMSNorm, the smallest step of the dtype; it must be 1e-6", "eps=1e-6", "eps=torch.finfo(torch.float64).eps"),
-    Fault("the norms' weights are used as 1 + weight, as Gemma stores them", "(wide * weight)", "(wide * (1 + weight))"),
+    Fault(
+        "the norms' eps is torch's default for nn.RMSNorm, the smallest step of the dtype; it must be 1e-6",
+        "eps=1e-6",
+        "eps=torch.finfo(torch.float64).eps",
+    ),
+    Fault(
+        "the norms' weights are used as 1 + weight, as Gemma stores them",
+        "(wide * weight)",
+        "(wide * (1 + weight))",
+    ),
     Fault("the norms' weights are not used", "(wide * weight)", "wide"),
-    Fault("the FFN has the exact GELU in its gate; SwiGLU has silu", "F.silu(self.gate(x))", "F.gelu(self.gate(x))"),
+    Fault(
+        "the FFN has the exact GELU in its gate; SwiGLU has silu",
+        "F.silu(self.gate(x))",
+        "F.gelu(self.gate(x))",
+    ),
     Fault("the FFN's gate goes through sigmoid; SwiGLU has silu", "F.silu", "F.sigmoid"),
     Fault("the FFN's gate goes through ReLU; SwiGLU has silu", "F.silu", "F.relu"),
-    Fault("silu is around the product; it belongs to the gate alone", "F.silu(self.gate(x)) * self.up(x)", "F.silu(self.gate(x) * self.up(x))"),
-    Fault("the FFN's gate has no activation; it goes through silu", "F.silu(self.gate(x))", "self.gate(x)"),
-    Fault("gate and up are added; they are multiplied", "F.silu(self.gate(x)) * self.up(x)", "F.silu(self.gate(x)) + self.up(x)"),
-    Fault("a norm stands behind the last add; the final norm is the stack's", "return x + self.ffn(rms_norm(x, self.norm2)), cache", "return rms_norm(x + self.ffn(rms_norm(x, self.norm2)), self.norm2), cache"),
+    Fault(
+        "silu is around the product; it belongs to the gate alone",
+        "F.silu(self.gate(x)) * self.up(x)",
+        "F.silu(self.gate(x) * self.up(x))",
+    ),
+    Fault(
+        "the FFN's gate has no activation; it goes through silu",
+        "F.silu(self.gate(x))",
+        "self.gate(x)",
+    ),
+    Fault(
+        "gate and up are added; they are multiplied",
+        "F.silu(self.gate(x)) * self.up(x)",
+        "F.silu(self.gate(x)) + self.up(x)",
+    ),
+    Fault(
+        "a norm stands behind the last add; the final norm is the stack's",
+        "return x + self.ffn(rms_norm(x, self.norm2)), cache",
+        "return rms_norm(x + self.ffn(rms_norm(x, self.norm2)), self.norm2), cache",
+    ),
 ]
 
 PARALLEL = """\
@@ -1037,18 +1290,38 @@ FAULTS["ParallelBlock"] = [
     Fault("the FFN reads x without the norm", "self.up(normed)", "self.up(x)"),
     Fault("attention reads x without the norm", "self.attn(normed)", "self.attn(x)"),
     Fault("neither branch is normed", "normed = self.norm(x)", "normed = x"),
-    Fault("the residual is the normed x; the stream itself is never normed", "return x + self", "return normed + self"),
+    Fault(
+        "the residual is the normed x; the stream itself is never normed",
+        "return x + self",
+        "return normed + self",
+    ),
     Fault("there is no residual", "return x + self", "return self"),
     Fault("the residual is added twice", "return x + self", "return x + x + self"),
     Fault("attention is left out", " + self.attn(normed)[0]", ""),
     Fault("the FFN is left out", "[0] + ffn", "[0]"),
-    Fault("the norm stands behind the add; it stands before both branches", PARALLEL, """\
+    Fault(
+        "the norm stands behind the add; it stands before both branches",
+        PARALLEL,
+        """\
         ffn = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return self.norm(x + self.attn(x)[0] + ffn)"""),
+        return self.norm(x + self.attn(x)[0] + ffn)""",
+    ),
     Fault("the FFN has the exact GELU; GPT-J's is the tanh form", ', approximate="tanh"', ""),
-    Fault("the FFN has ReLU; GPT-J's has tanh GELU", 'F.gelu(self.up(normed), approximate="tanh")', "F.relu(self.up(normed))"),
-    Fault("the FFN has SiLU; GPT-J's has tanh GELU", 'F.gelu(self.up(normed), approximate="tanh")', "F.silu(self.up(normed))"),
-    Fault("the FFN has no activation; GPT-J's has tanh GELU", 'F.gelu(self.up(normed), approximate="tanh")', "self.up(normed)"),
+    Fault(
+        "the FFN has ReLU; GPT-J's has tanh GELU",
+        'F.gelu(self.up(normed), approximate="tanh")',
+        "F.relu(self.up(normed))",
+    ),
+    Fault(
+        "the FFN has SiLU; GPT-J's has tanh GELU",
+        'F.gelu(self.up(normed), approximate="tanh")',
+        "F.silu(self.up(normed))",
+    ),
+    Fault(
+        "the FFN has no activation; GPT-J's has tanh GELU",
+        'F.gelu(self.up(normed), approximate="tanh")',
+        "self.up(normed)",
+    ),
     Fault(
         "only half of each head's channels is turned; here all are",
         TURNED,
@@ -1057,13 +1330,21 @@ FAULTS["ParallelBlock"] = [
         "            torch.cat((rotate(t[..., :half], positions), t[..., half:]), dim=-1) for t in (q, k)\n"
         "        )",
     ),
-    Fault("the norm's bias is left out", "normed = self.norm(x)", "normed = self.norm(x) - self.norm.bias"),
+    Fault(
+        "the norm's bias is left out",
+        "normed = self.norm(x)",
+        "normed = self.norm(x) - self.norm.bias",
+    ),
     Fault(
         "the norm is an RMSNorm; it must be LayerNorm",
         "normed = self.norm(x)",
         "normed = F.rms_norm(x, x.shape[-1:], self.norm.weight, 1e-5) + self.norm.bias",
     ),
-    Fault("the norm's eps is 1e-6; it must be 1e-5", "nn.LayerNorm(d_model)", "nn.LayerNorm(d_model, eps=1e-6)"),
+    Fault(
+        "the norm's eps is 1e-6; it must be 1e-5",
+        "nn.LayerNorm(d_model)",
+        "nn.LayerNorm(d_model, eps=1e-6)",
+    ),
 ]
 
 LATENT_CAT = "latent = torch.cat((cache[0], latent), dim=1)"
@@ -1090,7 +1371,11 @@ FAULTS["LatentAttention"] = [
         "        q = q * ((nope_dim + rope_dim) / (latent.shape[2] + rope_dim)) ** 0.5\n"
         "        out = attention(q, k, v,",
     ),
-    Fault("the latent is not normed", "rms_norm(self.latent_down(x), self.latent_norm)", "self.latent_down(x)"),
+    Fault(
+        "the latent is not normed",
+        "rms_norm(self.latent_down(x), self.latent_norm)",
+        "self.latent_down(x)",
+    ),
     Fault(
         "the latent's norm subtracts the mean; it must be RMSNorm",
         "    wide = wide * torch.rsqrt",
@@ -1098,7 +1383,11 @@ FAULTS["LatentAttention"] = [
     ),
     Fault("the latent norm's eps is 1e-5; it must be 1e-6", "eps=1e-6", "eps=1e-5"),
     Fault("the query's part is not turned", "rotate(q_rope, positions)", "q_rope"),
-    Fault("the shared key is not turned", "rotate(self.k_rope_proj(x)[:, None], positions)[:, 0]", "self.k_rope_proj(x)"),
+    Fault(
+        "the shared key is not turned",
+        "rotate(self.k_rope_proj(x)[:, None], positions)[:, 0]",
+        "self.k_rope_proj(x)",
+    ),
     Fault(
         "nothing is turned",
         "        k_rope = rotate(self.k_rope_proj(x)[:, None], positions)[:, 0]",
@@ -1119,7 +1408,9 @@ FAULTS["LatentAttention"] = [
         "torch.arange(start, start + T,",
         "torch.arange(start + (start > 0), start + (start > 0) + T,",
     ),
-    Fault("it is not causal: later tokens are seen", ", causal_mask(T, start + T).to(x.device))", ")"),
+    Fault(
+        "it is not causal: later tokens are seen", ", causal_mask(T, start + T).to(x.device))", ")"
+    ),
     Fault(
         "there is no causal mask when a cache is there, and a chunk sees its own later tokens",
         "causal_mask(T, start + T).to(x.device)",
@@ -1195,173 +1486,679 @@ FAULTS["SwitchFFN"] = [
         SWITCH,
         "expert(weight[rows, None] * tokens[rows])",
     ),
-    Fault("the weight is the raw logit; it must be the softmax's probability", SWITCH, "self.router(tokens).amax(dim=-1)[rows, None] * expert(tokens[rows])"),
-    Fault("the weight is the sigmoid of the logit; it must be the softmax's probability", SWITCH, "self.router(tokens).amax(dim=-1)[rows, None].sigmoid() * expert(tokens[rows])"),
-    Fault("no gradient reaches the router through the output: the weight is detached", SWITCH, "weight[rows, None].detach() * expert(tokens[rows])"),
-    Fault("the experts are never called: x comes back, weighted", SWITCH, "weight[rows, None] * tokens[rows]"),
+    Fault(
+        "the weight is the raw logit; it must be the softmax's probability",
+        SWITCH,
+        "self.router(tokens).amax(dim=-1)[rows, None] * expert(tokens[rows])",
+    ),
+    Fault(
+        "the weight is the sigmoid of the logit; it must be the softmax's probability",
+        SWITCH,
+        "self.router(tokens).amax(dim=-1)[rows, None].sigmoid() * expert(tokens[rows])",
+    ),
+    Fault(
+        "no gradient reaches the router through the output: the weight is detached",
+        SWITCH,
+        "weight[rows, None].detach() * expert(tokens[rows])",
+    ),
+    Fault(
+        "the experts are never called: x comes back, weighted",
+        SWITCH,
+        "weight[rows, None] * tokens[rows]",
+    ),
     Fault("x comes back", "return out.view_as(x)", "return x + 0 * out.view_as(x)"),
-    Fault("x is added; the residual is the block's business", "return out.view_as(x)", "return x + out.view_as(x)"),
-    Fault("the least likely expert is taken; it must be the likeliest", "probs.max(dim=-1)", "probs.min(dim=-1)"),
-    Fault("every token goes to the expert after its own", "(chosen == e)", "((chosen + 1) % len(self.experts) == e)"),
-    Fault("all experts are mixed by their probabilities; one is chosen", "            rows = (chosen == e).nonzero()[:, 0]  # the tokens of this expert\n            out = out.index_add(0, rows, weight[rows, None] * expert(tokens[rows]))", "            out = out + probs[:, e, None] * expert(tokens)"),
-    Fault("one expert serves all tokens", "weight[rows, None] * expert(tokens[rows])", "weight[rows, None] * self.experts[0](tokens[rows]) + 0 * expert(tokens[rows])"),
-    Fault("the softmax runs over the tokens (dim=0); it must run over the experts", ".softmax(dim=-1)", ".softmax(dim=0)"),
-    Fault("the balance loss lacks the factor E (or is a mean over the experts); it is a sum times E", LOSS, "(share * probs.mean(dim=0)).sum()"),
+    Fault(
+        "x is added; the residual is the block's business",
+        "return out.view_as(x)",
+        "return x + out.view_as(x)",
+    ),
+    Fault(
+        "the least likely expert is taken; it must be the likeliest",
+        "probs.max(dim=-1)",
+        "probs.min(dim=-1)",
+    ),
+    Fault(
+        "every token goes to the expert after its own",
+        "(chosen == e)",
+        "((chosen + 1) % len(self.experts) == e)",
+    ),
+    Fault(
+        "all experts are mixed by their probabilities; one is chosen",
+        "            rows = (chosen == e).nonzero()[:, 0]  # the tokens of this expert\n            out = out.index_add(0, rows, weight[rows, None] * expert(tokens[rows]))",
+        "            out = out + probs[:, e, None] * expert(tokens)",
+    ),
+    Fault(
+        "one expert serves all tokens",
+        "weight[rows, None] * expert(tokens[rows])",
+        "weight[rows, None] * self.experts[0](tokens[rows]) + 0 * expert(tokens[rows])",
+    ),
+    Fault(
+        "the softmax runs over the tokens (dim=0); it must run over the experts",
+        ".softmax(dim=-1)",
+        ".softmax(dim=0)",
+    ),
+    Fault(
+        "the balance loss lacks the factor E (or is a mean over the experts); it is a sum times E",
+        LOSS,
+        "(share * probs.mean(dim=0)).sum()",
+    ),
     Fault("the balance loss has a coefficient of 0.01; none was asked for", LOSS, "0.01 * " + LOSS),
-    Fault("the balance loss is the sum of P^2; it is the sum of f P, f the share of tokens", LOSS, "len(self.experts) * probs.mean(dim=0).square().sum()"),
-    Fault("the balance loss is the sum of f^2, without a gradient; it is the sum of f P", LOSS, "len(self.experts) * share.square().sum() + 0 * probs.sum()"),
-    Fault("f or P is a sum over tokens; both are means, the share of tokens and the mean probability", ".to(probs).mean(dim=0)", ".to(probs).sum(dim=0)"),
-    Fault("f and P are multiplied for each token, then averaged; each is a mean first", "(share * probs.mean(dim=0)).sum()", "(F.one_hot(chosen, len(self.experts)) * probs).mean(dim=0).sum()"),
-    Fault("f and P are taken for each row of the batch, then averaged; they run over all tokens", LOSS, "len(self.experts) * (F.one_hot(chosen, len(self.experts)).view(*x.shape[:2], -1).to(probs).mean(dim=1) * probs.view(*x.shape[:2], -1).mean(dim=1)).sum(dim=-1).mean()"),
-    Fault("the balance loss has no gradient: P is detached", "(share * probs.mean(dim=0))", "(share * probs.detach().mean(dim=0))"),
-    Fault("the gate of an expert has no activation; it goes through silu", "F.silu(self.gate(x))", "self.gate(x)"),
-    Fault("the gate of an expert goes through GELU; it must be silu", "F.silu(self.gate(x))", "F.gelu(self.gate(x))"),
+    Fault(
+        "the balance loss is the sum of P^2; it is the sum of f P, f the share of tokens",
+        LOSS,
+        "len(self.experts) * probs.mean(dim=0).square().sum()",
+    ),
+    Fault(
+        "the balance loss is the sum of f^2, without a gradient; it is the sum of f P",
+        LOSS,
+        "len(self.experts) * share.square().sum() + 0 * probs.sum()",
+    ),
+    Fault(
+        "f or P is a sum over tokens; both are means, the share of tokens and the mean probability",
+        ".to(probs).mean(dim=0)",
+        ".to(probs).sum(dim=0)",
+    ),
+    Fault(
+        "f and P are multiplied for each token, then averaged; each is a mean first",
+        "(share * probs.mean(dim=0)).sum()",
+        "(F.one_hot(chosen, len(self.experts)) * probs).mean(dim=0).sum()",
+    ),
+    Fault(
+        "f and P are taken for each row of the batch, then averaged; they run over all tokens",
+        LOSS,
+        "len(self.experts) * (F.one_hot(chosen, len(self.experts)).view(*x.shape[:2], -1).to(probs).mean(dim=1) * probs.view(*x.shape[:2], -1).mean(dim=1)).sum(dim=-1).mean()",
+    ),
+    Fault(
+        "the balance loss has no gradient: P is detached",
+        "(share * probs.mean(dim=0))",
+        "(share * probs.detach().mean(dim=0))",
+    ),
+    Fault(
+        "the gate of an expert has no activation; it goes through silu",
+        "F.silu(self.gate(x))",
+        "self.gate(x)",
+    ),
+    Fault(
+        "the gate of an expert goes through GELU; it must be silu",
+        "F.silu(self.gate(x))",
+        "F.gelu(self.gate(x))",
+    ),
     Fault("an expert is not gated: up is left out", " * self.up(x))", " + 0 * self.up(x))"),
-    Fault("the gate of an expert goes through ReLU; it must be silu", "F.silu(self.gate(x))", "F.relu(self.gate(x))"),
+    Fault(
+        "the gate of an expert goes through ReLU; it must be silu",
+        "F.silu(self.gate(x))",
+        "F.relu(self.gate(x))",
+    ),
 ]
 
 MIXTRAL = "weights[rows, place, None] * expert(tokens[rows])"
 FAULTS["MixtralFFN"] = [
-    Fault("the weights are not renormalised; over the chosen they sum to 1", "        weights = weights / weights.sum(dim=-1, keepdim=True)\n", ""),
-    Fault("one expert is used; top_k are", "probs.topk(self.top_k, dim=-1)", "probs.topk(1, dim=-1)"),
-    Fault("one expert too many is used", "probs.topk(self.top_k, dim=-1)", "probs.topk(self.top_k + 1, dim=-1)"),
-    Fault("two experts are used always; top_k are", "probs.topk(self.top_k, dim=-1)", "probs.topk(2, dim=-1)"),
-    Fault("all experts are used; top_k are", "probs.topk(self.top_k, dim=-1)", "probs.topk(len(self.experts), dim=-1)"),
-    Fault("the least likely experts are taken", "probs.topk(self.top_k, dim=-1)", "probs.topk(self.top_k, dim=-1, largest=False)"),
-    Fault("the chosen experts count equally; their probabilities weigh them", "weights = weights / weights.sum(dim=-1, keepdim=True)", "weights = torch.full_like(weights, 1 / self.top_k) + 0 * weights"),
+    Fault(
+        "the weights are not renormalised; over the chosen they sum to 1",
+        "        weights = weights / weights.sum(dim=-1, keepdim=True)\n",
+        "",
+    ),
+    Fault(
+        "one expert is used; top_k are", "probs.topk(self.top_k, dim=-1)", "probs.topk(1, dim=-1)"
+    ),
+    Fault(
+        "one expert too many is used",
+        "probs.topk(self.top_k, dim=-1)",
+        "probs.topk(self.top_k + 1, dim=-1)",
+    ),
+    Fault(
+        "two experts are used always; top_k are",
+        "probs.topk(self.top_k, dim=-1)",
+        "probs.topk(2, dim=-1)",
+    ),
+    Fault(
+        "all experts are used; top_k are",
+        "probs.topk(self.top_k, dim=-1)",
+        "probs.topk(len(self.experts), dim=-1)",
+    ),
+    Fault(
+        "the least likely experts are taken",
+        "probs.topk(self.top_k, dim=-1)",
+        "probs.topk(self.top_k, dim=-1, largest=False)",
+    ),
+    Fault(
+        "the chosen experts count equally; their probabilities weigh them",
+        "weights = weights / weights.sum(dim=-1, keepdim=True)",
+        "weights = torch.full_like(weights, 1 / self.top_k) + 0 * weights",
+    ),
     Fault("the chosen experts are summed without weights", MIXTRAL, "expert(tokens[rows])"),
-    Fault("the weight is on the expert's input; it belongs on its output", MIXTRAL, "expert(weights[rows, place, None] * tokens[rows])"),
-    Fault("every chosen expert has the weight of the first", "weights[rows, place, None]", "weights[rows, 0, None]"),
-    Fault("the weights go to the experts in reverse order", "weights = weights / weights.sum(dim=-1, keepdim=True)", "weights = (weights / weights.sum(dim=-1, keepdim=True)).flip(-1)"),
-    Fault("the weights are raw logits over their sum; they are probabilities", "        weights = weights / weights.sum(dim=-1, keepdim=True)\n", "        weights = self.router(tokens).gather(1, chosen)\n        weights = weights / weights.sum(dim=-1, keepdim=True)\n"),
-    Fault("the router has a sigmoid for each expert; it is a softmax", "self.router(tokens).softmax(dim=-1)", "self.router(tokens).sigmoid()"),
-    Fault("the renormalised weights go through a second softmax", "weights = weights / weights.sum(dim=-1, keepdim=True)", "weights = (weights / weights.sum(dim=-1, keepdim=True)).softmax(dim=-1)"),
-    Fault("the softmax of the chosen is taken of their probabilities; it is of their logits", "weights = weights / weights.sum(dim=-1, keepdim=True)", "weights = weights.softmax(dim=-1)"),
-    Fault("the softmax runs over the tokens (dim=0); it must run over the experts", "self.router(tokens).softmax(dim=-1)", "self.router(tokens).softmax(dim=0)"),
-    Fault("the weights are renormalised over the tokens; they sum to 1 over the chosen experts", "weights.sum(dim=-1, keepdim=True)", "weights.sum(dim=0, keepdim=True)"),
-    Fault("a later expert overwrites the earlier ones; they are summed", "out = out.index_add(0, rows, " + MIXTRAL + ")", "out = out.index_copy(0, rows, " + MIXTRAL + ")"),
-    Fault("the experts are never called: x comes back, weighted", MIXTRAL, "weights[rows, place, None] * tokens[rows]"),
-    Fault("x is added; the residual is the block's business", "return out.view_as(x)", "return x + out.view_as(x)"),
-    Fault("the output is divided by top_k; the weights sum to 1 already", "return out.view_as(x)", "return out.view_as(x) / self.top_k"),
-    Fault("no gradient reaches the router: the weights are detached", "weights[rows, place, None]", "weights[rows, place, None].detach()"),
-    Fault("the gate of an expert has no activation; it goes through silu", "F.silu(self.gate(x))", "self.gate(x)"),
-    Fault("the gate of an expert goes through GELU; it must be silu", "F.silu(self.gate(x))", "F.gelu(self.gate(x))"),
+    Fault(
+        "the weight is on the expert's input; it belongs on its output",
+        MIXTRAL,
+        "expert(weights[rows, place, None] * tokens[rows])",
+    ),
+    Fault(
+        "every chosen expert has the weight of the first",
+        "weights[rows, place, None]",
+        "weights[rows, 0, None]",
+    ),
+    Fault(
+        "the weights go to the experts in reverse order",
+        "weights = weights / weights.sum(dim=-1, keepdim=True)",
+        "weights = (weights / weights.sum(dim=-1, keepdim=True)).flip(-1)",
+    ),
+    Fault(
+        "the weights are raw logits over their sum; they are probabilities",
+        "        weights = weights / weights.sum(dim=-1, keepdim=True)\n",
+        "        weights = self.router(tokens).gather(1, chosen)\n        weights = weights / weights.sum(dim=-1, keepdim=True)\n",
+    ),
+    Fault(
+        "the router has a sigmoid for each expert; it is a softmax",
+        "self.router(tokens).softmax(dim=-1)",
+        "self.router(tokens).sigmoid()",
+    ),
+    Fault(
+        "the renormalised weights go through a second softmax",
+        "weights = weights / weights.sum(dim=-1, keepdim=True)",
+        "weights = (weights / weights.sum(dim=-1, keepdim=True)).softmax(dim=-1)",
+    ),
+    Fault(
+        "the softmax of the chosen is taken of their probabilities; it is of their logits",
+        "weights = weights / weights.sum(dim=-1, keepdim=True)",
+        "weights = weights.softmax(dim=-1)",
+    ),
+    Fault(
+        "the softmax runs over the tokens (dim=0); it must run over the experts",
+        "self.router(tokens).softmax(dim=-1)",
+        "self.router(tokens).softmax(dim=0)",
+    ),
+    Fault(
+        "the weights are renormalised over the tokens; they sum to 1 over the chosen experts",
+        "weights.sum(dim=-1, keepdim=True)",
+        "weights.sum(dim=0, keepdim=True)",
+    ),
+    Fault(
+        "a later expert overwrites the earlier ones; they are summed",
+        "out = out.index_add(0, rows, " + MIXTRAL + ")",
+        "out = out.index_copy(0, rows, " + MIXTRAL + ")",
+    ),
+    Fault(
+        "the experts are never called: x comes back, weighted",
+        MIXTRAL,
+        "weights[rows, place, None] * tokens[rows]",
+    ),
+    Fault(
+        "x is added; the residual is the block's business",
+        "return out.view_as(x)",
+        "return x + out.view_as(x)",
+    ),
+    Fault(
+        "the output is divided by top_k; the weights sum to 1 already",
+        "return out.view_as(x)",
+        "return out.view_as(x) / self.top_k",
+    ),
+    Fault(
+        "no gradient reaches the router: the weights are detached",
+        "weights[rows, place, None]",
+        "weights[rows, place, None].detach()",
+    ),
+    Fault(
+        "the gate of an expert has no activation; it goes through silu",
+        "F.silu(self.gate(x))",
+        "self.gate(x)",
+    ),
+    Fault(
+        "the gate of an expert goes through GELU; it must be silu",
+        "F.silu(self.gate(x))",
+        "F.gelu(self.gate(x))",
+    ),
     Fault("an expert is not gated: up is left out", " * self.up(x))", " + 0 * self.up(x))"),
-    Fault("the gate of an expert goes through ReLU; it must be silu", "F.silu(self.gate(x))", "F.relu(self.gate(x))"),
+    Fault(
+        "the gate of an expert goes through ReLU; it must be silu",
+        "F.silu(self.gate(x))",
+        "F.relu(self.gate(x))",
+    ),
 ]
 
 FAULTS["LoRALinear"] = [
-    Fault("B does not start at zero, so it does not start as the linear", "linear.weight.new_zeros(linear.out_features, rank)", "linear.weight.new_empty(linear.out_features, rank).normal_()"),
-    Fault("A starts at zero too: no gradient ever reaches either", "a.normal_(std=rank**-0.5)", "a.zero_()"),
-    Fault("A starts at zero and B does not; it is the other way round", "        self.b = nn.Parameter(linear.weight.new_zeros(linear.out_features, rank))", "        self.a.data.zero_()\n        self.b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank).normal_())"),
-    Fault("the scale is rank / alpha; it must be alpha / rank", "self.scale = alpha / rank", "self.scale = rank / alpha"),
-    Fault("the scale is alpha; it must be alpha / rank", "self.scale = alpha / rank", "self.scale = alpha"),
-    Fault("there is no scale; it must be alpha / rank", "self.scale = alpha / rank", "self.scale = 1.0"),
-    Fault("the scale is 1 / rank; it must be alpha / rank", "self.scale = alpha / rank", "self.scale = 1 / rank"),
-    Fault("the scale is alpha / sqrt(rank), rsLoRA's; it must be alpha / rank", "self.scale = alpha / rank", "self.scale = alpha / rank**0.5"),
-    Fault("forward does not scale; it must add alpha / rank * B A x", "self.linear(x) + self.scale * (x @", "self.linear(x) + (x @"),
+    Fault(
+        "B does not start at zero, so it does not start as the linear",
+        "linear.weight.new_zeros(linear.out_features, rank)",
+        "linear.weight.new_empty(linear.out_features, rank).normal_()",
+    ),
+    Fault(
+        "A starts at zero too: no gradient ever reaches either",
+        "a.normal_(std=rank**-0.5)",
+        "a.zero_()",
+    ),
+    Fault(
+        "A starts at zero and B does not; it is the other way round",
+        "        self.b = nn.Parameter(linear.weight.new_zeros(linear.out_features, rank))",
+        "        self.a.data.zero_()\n        self.b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank).normal_())",
+    ),
+    Fault(
+        "the scale is rank / alpha; it must be alpha / rank",
+        "self.scale = alpha / rank",
+        "self.scale = rank / alpha",
+    ),
+    Fault(
+        "the scale is alpha; it must be alpha / rank",
+        "self.scale = alpha / rank",
+        "self.scale = alpha",
+    ),
+    Fault(
+        "there is no scale; it must be alpha / rank",
+        "self.scale = alpha / rank",
+        "self.scale = 1.0",
+    ),
+    Fault(
+        "the scale is 1 / rank; it must be alpha / rank",
+        "self.scale = alpha / rank",
+        "self.scale = 1 / rank",
+    ),
+    Fault(
+        "the scale is alpha / sqrt(rank), rsLoRA's; it must be alpha / rank",
+        "self.scale = alpha / rank",
+        "self.scale = alpha / rank**0.5",
+    ),
+    Fault(
+        "forward does not scale; it must add alpha / rank * B A x",
+        "self.linear(x) + self.scale * (x @",
+        "self.linear(x) + (x @",
+    ),
     Fault("the given linear trains as well; only A and B may", ".requires_grad_(False)", ""),
-    Fault("the bias of the linear trains as well; only A and B may", "        self.linear = linear.requires_grad_(False)", "        self.linear = linear\n        linear.weight.requires_grad_(False)"),
+    Fault(
+        "the bias of the linear trains as well; only A and B may",
+        "        self.linear = linear.requires_grad_(False)",
+        "        self.linear = linear\n        linear.weight.requires_grad_(False)",
+    ),
     Fault("the linear is left out of forward", "return self.linear(x) + ", "return "),
-    Fault("the adapter is left out of forward", " + self.scale * (x @ self.a.T @ self.b.T)", " + 0 * (x @ self.a.T @ self.b.T)"),
-    Fault("the adapter reads the linear's output (serial); it reads x", "return self.linear(x) + self.scale * (x @ self.a.T @ self.b.T)", "y = self.linear(x)\n        return y + self.scale * (y[..., : x.shape[-1]] @ self.a.T @ self.b.T)") ,
-    Fault("merged() adds the update to the given linear; it must make a new one", "copy.deepcopy(self.linear)", "self.linear"),
-    Fault("merged() does not scale; it must add alpha / rank * B A", "linear.weight.data += self.scale *", "linear.weight.data +="),
-    Fault("merged() leaves the update out", "        linear.weight.data += self.scale * (self.b @ self.a).detach()  # (out, in)\n", ""),
-    Fault("merged() subtracts the update; that is unmerging", "weight.data += self", "weight.data -= self"),
-    Fault("merged() adds the update twice", "weight.data += self.scale", "weight.data += 2 * self.scale"),
-    Fault("merged() has the update alone, without the linear's weight", "weight.data += self", "weight.data = self"),
-    Fault("merged() loses the bias", "        return linear\n", "        linear.bias = None\n        return linear\n"),
-    Fault("merged() returns the weight; it must be an nn.Linear", "        return linear\n", "        return linear.weight\n"),
+    Fault(
+        "the adapter is left out of forward",
+        " + self.scale * (x @ self.a.T @ self.b.T)",
+        " + 0 * (x @ self.a.T @ self.b.T)",
+    ),
+    Fault(
+        "the adapter reads the linear's output (serial); it reads x",
+        "return self.linear(x) + self.scale * (x @ self.a.T @ self.b.T)",
+        "y = self.linear(x)\n        return y + self.scale * (y[..., : x.shape[-1]] @ self.a.T @ self.b.T)",
+    ),
+    Fault(
+        "merged() adds the update to the given linear; it must make a new one",
+        "copy.deepcopy(self.linear)",
+        "self.linear",
+    ),
+    Fault(
+        "merged() does not scale; it must add alpha / rank * B A",
+        "linear.weight.data += self.scale *",
+        "linear.weight.data +=",
+    ),
+    Fault(
+        "merged() leaves the update out",
+        "        linear.weight.data += self.scale * (self.b @ self.a).detach()  # (out, in)\n",
+        "",
+    ),
+    Fault(
+        "merged() subtracts the update; that is unmerging",
+        "weight.data += self",
+        "weight.data -= self",
+    ),
+    Fault(
+        "merged() adds the update twice",
+        "weight.data += self.scale",
+        "weight.data += 2 * self.scale",
+    ),
+    Fault(
+        "merged() has the update alone, without the linear's weight",
+        "weight.data += self",
+        "weight.data = self",
+    ),
+    Fault(
+        "merged() loses the bias",
+        "        return linear\n",
+        "        linear.bias = None\n        return linear\n",
+    ),
+    Fault(
+        "merged() returns the weight; it must be an nn.Linear",
+        "        return linear\n",
+        "        return linear.weight\n",
+    ),
 ]
 
 FAULTS["next_token_loss"] = [
-    Fault("nothing is shifted: logits at t are compared with ids at t; it must be t + 1", "F.cross_entropy(logits[:, :-1].mT, ids[:, 1:],", "F.cross_entropy(logits[:, :-1].mT, ids[:, :-1],"),
-    Fault("nothing is shifted, the last position included", "logits[:, :-1].mT, ids[:, 1:], reduction=\"none\")  # (B, T-1)\n    return losses[mask[:, :-1] & mask[:, 1:]].mean()", "logits.mT, ids, reduction=\"none\")\n    return losses[mask].mean()"),
-    Fault("it is shifted the wrong way: logits at t + 1 are compared with ids at t", "logits[:, :-1].mT, ids[:, 1:],", "logits[:, 1:].mT, ids[:, :-1],"),
-    Fault("it is shifted twice: logits at t against ids at t + 2", "logits[:, :-1].mT, ids[:, 1:], reduction=\"none\")  # (B, T-1)\n    return losses[mask[:, :-1] & mask[:, 1:]].mean()", "logits[:, :-2].mT, ids[:, 2:], reduction=\"none\")\n    return losses[mask[:, :-2] & mask[:, 2:]].mean()"),
-    Fault("ids are rolled, so the last position is asked for the first id", "logits[:, :-1].mT, ids[:, 1:], reduction=\"none\")  # (B, T-1)\n    return losses[mask[:, :-1] & mask[:, 1:]].mean()", "logits.mT, ids.roll(-1, 1), reduction=\"none\")\n    return losses[mask & mask.roll(-1, 1)].mean()"),
-    Fault("the mask is ignored: padding is counted", "losses[mask[:, :-1] & mask[:, 1:]].mean()", "losses.mean()"),
-    Fault("the mask of the token at t + 1 alone is used; both must be real", "mask[:, :-1] & mask[:, 1:]", "mask[:, 1:]"),
-    Fault("the mask of the token at t alone is used; both must be real", "mask[:, :-1] & mask[:, 1:]", "mask[:, :-1]"),
-    Fault("a pair counts where one of its tokens is real; both must be", "mask[:, :-1] & mask[:, 1:]", "mask[:, :-1] | mask[:, 1:]"),
-    Fault("the mask is inverted: padding alone is counted", "mask[:, :-1] & mask[:, 1:]", "~(mask[:, :-1] & mask[:, 1:])"),
-    Fault("the sum is divided by all pairs, padding included", "losses[mask[:, :-1] & mask[:, 1:]].mean()", "losses[mask[:, :-1] & mask[:, 1:]].sum() / losses.numel()"),
-    Fault("the sum is divided by the real tokens; it must be the real pairs", "losses[mask[:, :-1] & mask[:, 1:]].mean()", "losses[mask[:, :-1] & mask[:, 1:]].sum() / mask.sum()"),
-    Fault("rows are averaged first, and their means averaged; every pair counts the same", "losses[mask[:, :-1] & mask[:, 1:]].mean()", "torch.stack([row[m].mean() for row, m in zip(losses, mask[:, :-1] & mask[:, 1:])]).mean()"),
+    Fault(
+        "nothing is shifted: logits at t are compared with ids at t; it must be t + 1",
+        "F.cross_entropy(logits[:, :-1].mT, ids[:, 1:],",
+        "F.cross_entropy(logits[:, :-1].mT, ids[:, :-1],",
+    ),
+    Fault(
+        "nothing is shifted, the last position included",
+        'logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)\n    return losses[mask[:, :-1] & mask[:, 1:]].mean()',
+        'logits.mT, ids, reduction="none")\n    return losses[mask].mean()',
+    ),
+    Fault(
+        "it is shifted the wrong way: logits at t + 1 are compared with ids at t",
+        "logits[:, :-1].mT, ids[:, 1:],",
+        "logits[:, 1:].mT, ids[:, :-1],",
+    ),
+    Fault(
+        "it is shifted twice: logits at t against ids at t + 2",
+        'logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)\n    return losses[mask[:, :-1] & mask[:, 1:]].mean()',
+        'logits[:, :-2].mT, ids[:, 2:], reduction="none")\n    return losses[mask[:, :-2] & mask[:, 2:]].mean()',
+    ),
+    Fault(
+        "ids are rolled, so the last position is asked for the first id",
+        'logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)\n    return losses[mask[:, :-1] & mask[:, 1:]].mean()',
+        'logits.mT, ids.roll(-1, 1), reduction="none")\n    return losses[mask & mask.roll(-1, 1)].mean()',
+    ),
+    Fault(
+        "the mask is ignored: padding is counted",
+        "losses[mask[:, :-1] & mask[:, 1:]].mean()",
+        "losses.mean()",
+    ),
+    Fault(
+        "the mask of the token at t + 1 alone is used; both must be real",
+        "mask[:, :-1] & mask[:, 1:]",
+        "mask[:, 1:]",
+    ),
+    Fault(
+        "the mask of the token at t alone is used; both must be real",
+        "mask[:, :-1] & mask[:, 1:]",
+        "mask[:, :-1]",
+    ),
+    Fault(
+        "a pair counts where one of its tokens is real; both must be",
+        "mask[:, :-1] & mask[:, 1:]",
+        "mask[:, :-1] | mask[:, 1:]",
+    ),
+    Fault(
+        "the mask is inverted: padding alone is counted",
+        "mask[:, :-1] & mask[:, 1:]",
+        "~(mask[:, :-1] & mask[:, 1:])",
+    ),
+    Fault(
+        "the sum is divided by all pairs, padding included",
+        "losses[mask[:, :-1] & mask[:, 1:]].mean()",
+        "losses[mask[:, :-1] & mask[:, 1:]].sum() / losses.numel()",
+    ),
+    Fault(
+        "the sum is divided by the real tokens; it must be the real pairs",
+        "losses[mask[:, :-1] & mask[:, 1:]].mean()",
+        "losses[mask[:, :-1] & mask[:, 1:]].sum() / mask.sum()",
+    ),
+    Fault(
+        "rows are averaged first, and their means averaged; every pair counts the same",
+        "losses[mask[:, :-1] & mask[:, 1:]].mean()",
+        "torch.stack([row[m].mean() for row, m in zip(losses, mask[:, :-1] & mask[:, 1:])]).mean()",
+    ),
     Fault("it is the sum; the mean was asked for", "& mask[:, 1:]].mean()", "& mask[:, 1:]].sum()"),
-    Fault("the sum is divided by the rows; it must be the pairs", "& mask[:, 1:]].mean()", "& mask[:, 1:]].sum() / len(ids)"),
-    Fault("it is in bits; cross entropy is in nats", "& mask[:, 1:]].mean()", "& mask[:, 1:]].mean() / 0.6931471805599453"),
-    Fault("it is the perplexity; the loss is its logarithm", "& mask[:, 1:]].mean()", "& mask[:, 1:]].mean().exp()"),
-    Fault("the softmax is taken twice; cross_entropy takes logits", "logits[:, :-1].mT", "logits[:, :-1].softmax(dim=-1).mT"),
-    Fault("the sign is wrong: log p is averaged; the loss is -log p", "    losses = F", "    losses = -F"),
+    Fault(
+        "the sum is divided by the rows; it must be the pairs",
+        "& mask[:, 1:]].mean()",
+        "& mask[:, 1:]].sum() / len(ids)",
+    ),
+    Fault(
+        "it is in bits; cross entropy is in nats",
+        "& mask[:, 1:]].mean()",
+        "& mask[:, 1:]].mean() / 0.6931471805599453",
+    ),
+    Fault(
+        "it is the perplexity; the loss is its logarithm",
+        "& mask[:, 1:]].mean()",
+        "& mask[:, 1:]].mean().exp()",
+    ),
+    Fault(
+        "the softmax is taken twice; cross_entropy takes logits",
+        "logits[:, :-1].mT",
+        "logits[:, :-1].softmax(dim=-1).mT",
+    ),
+    Fault(
+        "the sign is wrong: log p is averaged; the loss is -log p",
+        "    losses = F",
+        "    losses = -F",
+    ),
 ]
 
 FAULTS["sample"] = [
-    Fault("it always takes the likeliest token; it must draw", "torch.multinomial(probs, 1, generator=generator)", "probs.argmax(dim=-1, keepdim=True)"),
-    Fault("what is kept is drawn uniformly; the probabilities must count", "torch.multinomial(probs, 1,", "torch.multinomial((probs > 0).to(probs.dtype), 1,"),
-    Fault("logits are multiplied by the temperature; they are divided by it", "(ranked / temperature)", "(ranked * temperature)"),
+    Fault(
+        "it always takes the likeliest token; it must draw",
+        "torch.multinomial(probs, 1, generator=generator)",
+        "probs.argmax(dim=-1, keepdim=True)",
+    ),
+    Fault(
+        "what is kept is drawn uniformly; the probabilities must count",
+        "torch.multinomial(probs, 1,",
+        "torch.multinomial((probs > 0).to(probs.dtype), 1,",
+    ),
+    Fault(
+        "logits are multiplied by the temperature; they are divided by it",
+        "(ranked / temperature)",
+        "(ranked * temperature)",
+    ),
     Fault("the temperature is ignored", "(ranked / temperature)", "ranked"),
-    Fault("the temperature divides the probabilities, after the softmax, where it changes nothing for top-p = None; it divides the logits", "(ranked / temperature).softmax(dim=-1)", "ranked.softmax(dim=-1) / temperature"),
-    Fault("top-p is decided without the temperature; it comes first", "before = probs.cumsum(dim=-1) - probs ", "plain = ranked.softmax(dim=-1)\n        before = plain.cumsum(dim=-1) - plain "),
-    Fault("top-p is one token short: the token that reaches p is dropped; it stays", "probs.masked_fill(before >= top_p, 0)", "probs.masked_fill(probs.cumsum(dim=-1) >= top_p, 0)\n        probs[:, 0] += 1e-9"),
-    Fault("top-p keeps one token too many: it stops when p is reached", "probs.masked_fill(before >= top_p, 0)", "probs.masked_fill(F.pad(before, (1, 0))[:, :-1] >= top_p, 0)"),
-    Fault("top-p keeps the tail: what is needed to reach p is dropped", "before >= top_p", "before < top_p"),
-    Fault("p is a limit for each token; it is one for their sum", "before >= top_p", "probs < 1 - top_p"),
+    Fault(
+        "the temperature divides the probabilities, after the softmax, where it changes nothing for top-p = None; it divides the logits",
+        "(ranked / temperature).softmax(dim=-1)",
+        "ranked.softmax(dim=-1) / temperature",
+    ),
+    Fault(
+        "top-p is decided without the temperature; it comes first",
+        "before = probs.cumsum(dim=-1) - probs ",
+        "plain = ranked.softmax(dim=-1)\n        before = plain.cumsum(dim=-1) - plain ",
+    ),
+    Fault(
+        "top-p is one token short: the token that reaches p is dropped; it stays",
+        "probs.masked_fill(before >= top_p, 0)",
+        "probs.masked_fill(probs.cumsum(dim=-1) >= top_p, 0)\n        probs[:, 0] += 1e-9",
+    ),
+    Fault(
+        "top-p keeps one token too many: it stops when p is reached",
+        "probs.masked_fill(before >= top_p, 0)",
+        "probs.masked_fill(F.pad(before, (1, 0))[:, :-1] >= top_p, 0)",
+    ),
+    Fault(
+        "top-p keeps the tail: what is needed to reach p is dropped",
+        "before >= top_p",
+        "before < top_p",
+    ),
+    Fault(
+        "p is a limit for each token; it is one for their sum",
+        "before >= top_p",
+        "probs < 1 - top_p",
+    ),
     Fault("top-p is ignored", "if top_p is not None:", "if False:"),
     Fault("top-k is ignored", "if top_k is not None:", "if False:"),
-    Fault("top-k keeps one token too many", "ranked[:, :top_k], tokens[:, :top_k]", "ranked[:, : top_k + 1], tokens[:, : top_k + 1]"),
-    Fault("top-k is one token short", "ranked[:, :top_k], tokens[:, :top_k]", "ranked[:, : max(top_k - 1, 1)], tokens[:, : max(top_k - 1, 1)]"),
+    Fault("top-k keeps one token too many", "ranked[:, top_k:]", "ranked[:, top_k + 1 :]"),
+    Fault("top-k is one token short", "ranked[:, top_k:]", "ranked[:, max(top_k - 1, 1) :]"),
     Fault("top-k keeps the least likely tokens", "descending=True", "descending=top_k is None"),
-    Fault("top-p counts the tokens that top-k has dropped; what is left must be renormalised", "    if top_k is not None:\n        ranked, tokens = ranked[:, :top_k], tokens[:, :top_k]  # (B, k)\n    probs = (ranked / temperature).softmax(dim=-1)\n", "    probs = (ranked / temperature).softmax(dim=-1)\n    if top_k is not None:\n        probs, tokens = probs[:, :top_k], tokens[:, :top_k]\n"),
-    Fault("ranks are returned; they must be turned back into token ids", "return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))", "return torch.multinomial(probs, 1, generator=generator)"),
+    Fault(
+        "top-p counts the tokens that top-k has dropped; what is left must be renormalised",
+        "    if top_k is not None:\n        ranked[:, top_k:] = -torch.inf\n    probs = (ranked / temperature).softmax(dim=-1)\n",
+        "    probs = (ranked / temperature).softmax(dim=-1)\n    if top_k is not None:\n        probs[:, top_k:] = 0\n",
+    ),
+    Fault(
+        "ranks are returned; they must be turned back into token ids",
+        "return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))",
+        "return torch.multinomial(probs, 1, generator=generator)",
+    ),
     Fault("the generator is ignored: the global one is moved", "1, generator=generator)", "1)"),
-    Fault("the first row's probabilities are used for all rows", "torch.multinomial(probs, 1,", "torch.multinomial(probs[:1].expand_as(probs), 1,"),
-    Fault("temperature 0 divides by zero; it is the argmax", "if temperature == 0:", "if temperature < 0:"),
-    Fault("temperature 0 takes the least likely token; it is the argmax", "return logits.argmax(dim=-1, keepdim=True)", "return logits.argmin(dim=-1, keepdim=True)"),
-    Fault("ids come back as [B]; they must be [B, 1]", "return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))", "return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]"),
-    Fault("temperature 0 draws all the same, from what is nearly certain; it is the argmax and draws nothing", "    if temperature == 0:\n        return logits.argmax(dim=-1, keepdim=True)", "    temperature = max(temperature, 1e-4)"),
+    Fault(
+        "the first row's probabilities are used for all rows",
+        "torch.multinomial(probs, 1,",
+        "torch.multinomial(probs[:1].expand_as(probs), 1,",
+    ),
+    Fault(
+        "temperature 0 divides by zero; it is the argmax",
+        "if temperature == 0:",
+        "if temperature < 0:",
+    ),
+    Fault(
+        "temperature 0 takes the least likely token; it is the argmax",
+        "return logits.argmax(dim=-1, keepdim=True)",
+        "return logits.argmin(dim=-1, keepdim=True)",
+    ),
+    Fault(
+        "ids come back as [B]; they must be [B, 1]",
+        "return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))",
+        "return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]",
+    ),
+    Fault(
+        "temperature 0 draws all the same, from what is nearly certain; it is the argmax and draws nothing",
+        "    if temperature == 0:\n        return logits.argmax(dim=-1, keepdim=True)",
+        "    temperature = max(temperature, 1e-4)",
+    ),
 ]
 
 STEP = "logits, cache = model(step, cache)"
 FAULTS["generate"] = [
-    Fault("the whole text is fed at every step beside the cache; one token is", STEP, "logits, cache = model(ids, cache)"),
-    Fault("the whole text is fed at every step, without the cache; it is fed once, then one token a step", STEP, "logits, cache = model(ids, None)"),
+    Fault(
+        "the whole text is fed at every step beside the cache; one token is",
+        STEP,
+        "logits, cache = model(ids, cache)",
+    ),
+    Fault(
+        "the whole text is fed at every step, without the cache; it is fed once, then one token a step",
+        STEP,
+        "logits, cache = model(ids, None)",
+    ),
     Fault("the cache is never handed on", STEP, "logits, cache = model(step, None)"),
-    Fault("the prompt is fed one token a call; it is fed at once", "    step, cache = ids, None\n", "    step, cache = ids, None\n    for token in ids[:, :-1].split(1, dim=1):\n        _, cache = model(token, cache)\n        step = ids[:, -1:]\n"),
-    Fault("the prompt's logits are computed once more: n tokens are n calls", "    step, cache = ids, None\n", "    step, cache = ids, None\n    model(ids, None)\n"),
-    Fault("one call too many: the last token is fed although nothing is asked of it", "    return ids\n", "    model(step, cache)\n    return ids\n"),
+    Fault(
+        "the prompt is fed one token a call; it is fed at once",
+        "    step, cache = ids, None\n",
+        "    step, cache = ids, None\n    for token in ids[:, :-1].split(1, dim=1):\n        _, cache = model(token, cache)\n        step = ids[:, -1:]\n",
+    ),
+    Fault(
+        "the prompt's logits are computed once more: n tokens are n calls",
+        "    step, cache = ids, None\n",
+        "    step, cache = ids, None\n    model(ids, None)\n",
+    ),
+    Fault(
+        "one call too many: the last token is fed although nothing is asked of it",
+        "    return ids\n",
+        "    model(step, cache)\n    return ids\n",
+    ),
     Fault("the least likely token is taken", "logits[:, -1].argmax", "logits[:, -1].argmin"),
-    Fault("the logits of the first position are read; the next token is the last one's", "logits[:, -1].argmax", "logits[:, 0].argmax"),
-    Fault("the token is drawn; greedy takes the likeliest", "logits[:, -1].argmax(dim=-1, keepdim=True)", "torch.multinomial(logits[:, -1].softmax(dim=-1), 1)"),
-    Fault("the first row's token goes to all rows", "logits[:, -1].argmax(dim=-1, keepdim=True)", "logits[:1, -1].argmax(dim=-1, keepdim=True).expand(len(ids), 1)"),
-    Fault("an eos in the prompt ends its row; it does not count", "done = torch.zeros_like(ids[:, :1], dtype=torch.bool)", "done = (ids == eos_id).any(dim=1, keepdim=True) if eos_id is not None else torch.zeros_like(ids[:, :1], dtype=torch.bool)"),
-    Fault("a row that has ended goes on; it is filled with eos", "            step = step.masked_fill(done, eos_id)\n", ""),
-    Fault("a row that has ended is filled with 0; it is filled with eos", "step.masked_fill(done, eos_id)", "step.masked_fill(done, 0)"),
+    Fault(
+        "the logits of the first position are read; the next token is the last one's",
+        "logits[:, -1].argmax",
+        "logits[:, 0].argmax",
+    ),
+    Fault(
+        "the token is drawn; greedy takes the likeliest",
+        "logits[:, -1].argmax(dim=-1, keepdim=True)",
+        "torch.multinomial(logits[:, -1].softmax(dim=-1), 1)",
+    ),
+    Fault(
+        "the first row's token goes to all rows",
+        "logits[:, -1].argmax(dim=-1, keepdim=True)",
+        "logits[:1, -1].argmax(dim=-1, keepdim=True).expand(len(ids), 1)",
+    ),
+    Fault(
+        "an eos in the prompt ends its row; it does not count",
+        "done = torch.zeros_like(ids[:, :1], dtype=torch.bool)",
+        "done = (ids == eos_id).any(dim=1, keepdim=True) if eos_id is not None else torch.zeros_like(ids[:, :1], dtype=torch.bool)",
+    ),
+    Fault(
+        "a row that has ended goes on; it is filled with eos",
+        "            step = step.masked_fill(done, eos_id)\n",
+        "",
+    ),
+    Fault(
+        "a row that has ended is filled with 0; it is filled with eos",
+        "step.masked_fill(done, eos_id)",
+        "step.masked_fill(done, 0)",
+    ),
     Fault("all rows stop when one has ended", "if done.all():", "if done.any():"),
-    Fault("it does not stop when all rows have ended", "        if done.all():\n            break\n", ""),
+    Fault(
+        "it does not stop when all rows have ended",
+        "        if done.all():\n            break\n",
+        "",
+    ),
     Fault("eos_id is ignored", "if eos_id is not None:", "if False:"),
-    Fault("the last eos is left out; it belongs to the result", "        ids = torch.cat((ids, step), dim=1)\n        if done.all():\n            break\n", "        if done.all():\n            break\n        ids = torch.cat((ids, step), dim=1)\n"),
-    Fault("the prompt is left out; prompt and continuation were asked for", "    return ids\n", "    return ids[:, -max_new_tokens:] if max_new_tokens else ids[:, :0]\n"),
+    Fault(
+        "the last eos is left out; it belongs to the result",
+        "        ids = torch.cat((ids, step), dim=1)\n        if done.all():\n            break\n",
+        "        if done.all():\n            break\n        ids = torch.cat((ids, step), dim=1)\n",
+    ),
+    Fault(
+        "the prompt is left out; prompt and continuation were asked for",
+        "    return ids\n",
+        "    return ids[:, -max_new_tokens:] if max_new_tokens else ids[:, :0]\n",
+    ),
     Fault("one token too few", "range(max_new_tokens)", "range(max_new_tokens - 1)"),
     Fault("one token too many", "range(max_new_tokens)", "range(max_new_tokens + 1)"),
-    Fault("max_new_tokens is taken as the whole length; the prompt does not count", "range(max_new_tokens)", "range(max(max_new_tokens - ids.shape[1], 0))"),
+    Fault(
+        "max_new_tokens is taken as the whole length; the prompt does not count",
+        "range(max_new_tokens)",
+        "range(max(max_new_tokens - ids.shape[1], 0))",
+    ),
 ]
 
 FAULTS["speculate"] = [
-    Fault("everything that was drafted is accepted", "accepted = agrees.long().cumprod(dim=1).sum()", "accepted = agrees.shape[1]"),
-    Fault("nothing is accepted: one token comes back always", "accepted = agrees.long().cumprod(dim=1).sum()", "accepted = 0 * agrees.sum()"),
-    Fault("all agreements are counted; it ends at the first disagreement", "agrees.long().cumprod(dim=1).sum()", "agrees.sum()"),
-    Fault("the drafted ids come back; where target disagrees its own must", "return greedy[:, : accepted + 1]", "return torch.cat((drafted[:, T:], greedy[:, -1:]), dim=1)[:, : accepted + 1]"),
-    Fault("target's own token is left out: accepted + 1 are known", "return greedy[:, : accepted + 1]", "return greedy[:, :accepted]"),
-    Fault("one token is missing when all were accepted: target's own comes free, n_draft + 1 in all", "return greedy[:, : accepted + 1]", "return greedy[:, : min(int(accepted) + 1, n_draft)]"),
-    Fault("the prompt comes back too; the new ids only were asked for", "return greedy[:, : accepted + 1]", "return torch.cat((ids, greedy[:, : accepted + 1]), dim=1)"),
-    Fault("target's logits are read one place too late: those at T - 1 give the token at T", "greedy = target(drafted)[:, T - 1 :].argmax(dim=-1)", "greedy = target(drafted)[:, T:].argmax(dim=-1)\n    greedy = torch.cat((greedy, greedy[:, -1:]), dim=1)"),
+    Fault(
+        "everything that was drafted is accepted",
+        "accepted = agrees.long().cumprod(dim=1).sum()",
+        "accepted = agrees.shape[1]",
+    ),
+    Fault(
+        "nothing is accepted: one token comes back always",
+        "accepted = agrees.long().cumprod(dim=1).sum()",
+        "accepted = 0 * agrees.sum()",
+    ),
+    Fault(
+        "all agreements are counted; it ends at the first disagreement",
+        "agrees.long().cumprod(dim=1).sum()",
+        "agrees.sum()",
+    ),
+    Fault(
+        "the drafted ids come back; where target disagrees its own must",
+        "return greedy[:, : accepted + 1]",
+        "return torch.cat((drafted[:, T:], greedy[:, -1:]), dim=1)[:, : accepted + 1]",
+    ),
+    Fault(
+        "target's own token is left out: accepted + 1 are known",
+        "return greedy[:, : accepted + 1]",
+        "return greedy[:, :accepted]",
+    ),
+    Fault(
+        "one token is missing when all were accepted: target's own comes free, n_draft + 1 in all",
+        "return greedy[:, : accepted + 1]",
+        "return greedy[:, : min(int(accepted) + 1, n_draft)]",
+    ),
+    Fault(
+        "the prompt comes back too; the new ids only were asked for",
+        "return greedy[:, : accepted + 1]",
+        "return torch.cat((ids, greedy[:, : accepted + 1]), dim=1)",
+    ),
+    Fault(
+        "target's logits are read one place too late: those at T - 1 give the token at T",
+        "greedy = target(drafted)[:, T - 1 :].argmax(dim=-1)",
+        "greedy = target(drafted)[:, T:].argmax(dim=-1)\n    greedy = torch.cat((greedy, greedy[:, -1:]), dim=1)",
+    ),
     Fault("one token too many is drafted", "range(n_draft)", "range(n_draft + 1)"),
-    Fault("target is called for every token; once is the point", "greedy = target(drafted)[:, T - 1 :].argmax(dim=-1)", "greedy = torch.stack([target(drafted[:, : T + i])[:, -1].argmax(dim=-1) for i in range(n_draft + 1)], dim=1)"),
-    Fault("target and draft are exchanged: draft's choice comes back", "drafted = torch.cat((drafted, draft(drafted)", "drafted = torch.cat((drafted, target(drafted)"),
-    Fault("the draft reads the prompt alone each time; it reads what it has drafted too", "draft(drafted)[:, -1:]", "draft(ids)[:, -1:]"),
-    Fault("the token where target disagrees is kept, and one more behind it", "return greedy[:, : accepted + 1]", "return greedy[:, : accepted + 2]"),
-    Fault("all or nothing: one disagreement throws all away", "accepted = agrees.long().cumprod(dim=1).sum()", "accepted = n_draft * int(agrees.all())"),
-    Fault("the last drafted id is accepted unseen", "accepted = agrees.long().cumprod(dim=1).sum()", "accepted = agrees.long()[:, :-1].cumprod(dim=1).sum() + agrees[:, :-1].all().long()"),
+    Fault(
+        "target is called for every token; once is the point",
+        "greedy = target(drafted)[:, T - 1 :].argmax(dim=-1)",
+        "greedy = torch.stack([target(drafted[:, : T + i])[:, -1].argmax(dim=-1) for i in range(n_draft + 1)], dim=1)",
+    ),
+    Fault(
+        "target and draft are exchanged: draft's choice comes back",
+        "drafted = torch.cat((drafted, draft(drafted)",
+        "drafted = torch.cat((drafted, target(drafted)",
+    ),
+    Fault(
+        "the draft reads the prompt alone each time; it reads what it has drafted too",
+        "draft(drafted)[:, -1:]",
+        "draft(ids)[:, -1:]",
+    ),
+    Fault(
+        "the token where target disagrees is kept, and one more behind it",
+        "return greedy[:, : accepted + 1]",
+        "return greedy[:, : accepted + 2]",
+    ),
+    Fault(
+        "all or nothing: one disagreement throws all away",
+        "accepted = agrees.long().cumprod(dim=1).sum()",
+        "accepted = n_draft * int(agrees.all())",
+    ),
+    Fault(
+        "the last drafted id is accepted unseen",
+        "accepted = agrees.long().cumprod(dim=1).sum()",
+        "accepted = agrees.long()[:, :-1].cumprod(dim=1).sum() + agrees[:, :-1].all().long()",
+    ),
 ]

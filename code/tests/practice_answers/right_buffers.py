@@ -129,9 +129,7 @@ class Attention2017(nn.Module):
 
     def forward(self, x, context=None, mask=None):
         k, v = self.to_kv(x if context is None else context).chunk(2, dim=-1)
-        q, k, v = (
-            t.unflatten(2, (self.heads, -1)).movedim(2, 1) for t in (self.to_q(x), k, v)
-        )
+        q, k, v = (t.unflatten(2, (self.heads, -1)).movedim(2, 1) for t in (self.to_q(x), k, v))
         out = attention(q, k, v, mask)
         return self.to_out(out.movedim(1, 2).flatten(2))
 
@@ -238,7 +236,13 @@ class LatentAttention(nn.Module):
 
     def __init__(self, d_model, n_heads, kv_rank, rope_dim, nope_dim, v_dim):
         super().__init__()
-        self.H, self.rank, self.rope, self.nope, self.vd = n_heads, kv_rank, rope_dim, nope_dim, v_dim
+        self.H, self.rank, self.rope, self.nope, self.vd = (
+            n_heads,
+            kv_rank,
+            rope_dim,
+            nope_dim,
+            v_dim,
+        )
         self.wq = nn.Linear(d_model, n_heads * (nope_dim + rope_dim), bias=False)
         self.w_down = nn.Linear(d_model, kv_rank + rope_dim, bias=False)
         self.norm_weight = nn.Parameter(torch.ones(kv_rank))
@@ -294,7 +298,9 @@ class SwitchFFN(nn.Module):
         expert = probs.argmax(1)
         order = expert.argsort(stable=True)
         counts = expert.bincount(minlength=self.n)
-        pieces = [self.stack(part, e) for e, part in enumerate(tokens[order].split(counts.tolist()))]
+        pieces = [
+            self.stack(part, e) for e, part in enumerate(tokens[order].split(counts.tolist()))
+        ]
         out = torch.empty_like(tokens).index_copy(0, order, torch.cat(pieces))
         out = out * probs.gather(1, expert[:, None])
         loss = self.n * torch.dot(counts.to(probs) / len(tokens), probs.mean(0))

@@ -86,9 +86,7 @@ class SelfAttention(nn.Module):
         self.num_key_value_heads = n_kv_heads
         self.head_dim = d_model // n_q_heads
         self.o_proj = nn.Linear(n_q_heads * self.head_dim, d_model, bias=False)
-        self.qkv_proj = nn.Linear(
-            d_model, (n_q_heads + 2 * n_kv_heads) * self.head_dim, bias=False
-        )
+        self.qkv_proj = nn.Linear(d_model, (n_q_heads + 2 * n_kv_heads) * self.head_dim, bias=False)
 
     def forward(self, x, cache=None):
         bsz, q_len, _ = x.size()

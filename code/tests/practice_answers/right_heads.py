@@ -211,7 +211,10 @@ class ParallelBlock(nn.Module):
         for head in self.heads:
             q, k = (rotate(f(n)[:, None], at)[:, 0] for f in (head.query, head.key))
             out.append(one_head(q, k, head.value(n), mask))
-        branches = [self.proj(torch.cat(out, -1)), self.shrink(F.gelu(self.expand(n), approximate="tanh"))]
+        branches = [
+            self.proj(torch.cat(out, -1)),
+            self.shrink(F.gelu(self.expand(n), approximate="tanh")),
+        ]
         return x + sum(branches)
 
 
@@ -333,7 +336,9 @@ def next_token_loss(logits, ids, mask=None):
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if temperature == 0:
-        return torch.tensor([[max(range(len(row)), key=row.__getitem__)] for row in logits.tolist()])
+        return torch.tensor(
+            [[max(range(len(row)), key=row.__getitem__)] for row in logits.tolist()]
+        )
     rows = []
     for row in logits / temperature:
         probs = row.softmax(0)

@@ -127,7 +127,11 @@ class GPT2Block(nn.Module):
         B, T, _ = x.shape
         qkv = self.query_key_value(self.input_layernorm(x)).view(B, T, self.h, -1)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=-1)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1)
+        a = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(B, T, -1)
+        )
         x = x + self.dense(a)
         inner = self.dense_h_to_4h(self.post_attention_layernorm(x))
         return x + self.dense_4h_to_h(F.gelu(inner, approximate="tanh"))
@@ -204,7 +208,11 @@ class LatentAttention(nn.Module):
 
     def forward(self, x, cache=None):
         B, T, _ = x.shape
-        cache = {"kv": x.new_empty(B, 0, self.rank), "pe": x.new_empty(B, 0, self.rd)} if cache is None else cache
+        cache = (
+            {"kv": x.new_empty(B, 0, self.rank), "pe": x.new_empty(B, 0, self.rd)}
+            if cache is None
+            else cache
+        )
         start = cache["kv"].size(1)
         at = torch.arange(start, start + T)
         q_nope, q_pe = self.wq(x).view(B, T, self.h, -1).split([self.nd, self.rd], dim=-1)
@@ -251,7 +259,11 @@ class MixtralFFN(nn.Module):
         self.k = top_k
         self.router = nn.Linear(d_model, n_experts, bias=False)
         make = lambda a, b: nn.ParameterList([torch.randn(a, b) * 0.02 for _ in range(n_experts)])  # noqa: E731
-        self.gate, self.up, self.down = make(d_model, d_ff), make(d_model, d_ff), make(d_ff, d_model)
+        self.gate, self.up, self.down = (
+            make(d_model, d_ff),
+            make(d_model, d_ff),
+            make(d_ff, d_model),
+        )
 
     def forward(self, x):
         logits = self.router(x)

@@ -44,7 +44,9 @@ def attention(q, k, v, mask=None):
     q = q.view(B, G, H // G, T, d)
     att = (q @ k.unsqueeze(2).transpose(-2, -1)) * (1.0 / math.sqrt(d))
     if mask is not None:
-        mask = torch.broadcast_to(mask, (B, H if mask.dim() > 2 and mask.shape[-3] == H else 1, T, S))
+        mask = torch.broadcast_to(
+            mask, (B, H if mask.dim() > 2 and mask.shape[-3] == H else 1, T, S)
+        )
         mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.view(B, G, H // G, T, S)
         att = att.masked_fill(mask.logical_not(), float("-inf"))
         nothing = mask.any(dim=-1, keepdim=True).logical_not()
@@ -252,11 +254,15 @@ class LatentAttention(nn.Module):
         cache = row if cache is None else torch.cat((cache, row), dim=1)
         c, k_r = cache[..., : c.size(-1)], cache[..., c.size(-1) :]
         q = torch.cat(
-            (self.heads(self.q_nope(x), self.nope), rotate(self.heads(self.q_rope(x), self.rope), pos)),
+            (
+                self.heads(self.q_nope(x), self.nope),
+                rotate(self.heads(self.q_rope(x), self.rope), pos),
+            ),
             dim=-1,
         )
         k = torch.cat(
-            (self.heads(self.up_k(c), self.nope), k_r.unsqueeze(1).expand(B, self.h, -1, -1)), dim=-1
+            (self.heads(self.up_k(c), self.nope), k_r.unsqueeze(1).expand(B, self.h, -1, -1)),
+            dim=-1,
         )
         y = attention(q, k, self.heads(self.up_v(c), self.vd), causal_mask(T, start + T))
         return self.proj(y.transpose(1, 2).flatten(2)), cache
