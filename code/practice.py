@@ -187,7 +187,7 @@ def drawn(name: str, *shape: int) -> Tensor:
 
 def shown(value: object) -> str:
     """An argument as it stands in a case: the shape of a tensor, else the value."""
-    return str(list(value.shape)) if isinstance(value, Tensor) else f"= {value!r}"
+    return f" {list(value.shape)}" if isinstance(value, Tensor) else f"={value!r}"
 
 
 class Shares(NamedTuple):
@@ -251,7 +251,7 @@ def function_case(
             outcome |= gradients(as_tensor(function(*given.values())), floats)
         return outcome
 
-    call = ", ".join(f"{k} {shown(v)}" for k, v in arguments.items())
+    call = ", ".join(f"{k}{shown(v)}" for k, v in arguments.items())
     return Case(f"{name}({call})", run, {size: letter for letter, size in sizes.items()}, close)
 
 
@@ -1064,9 +1064,9 @@ class Theirs:
         return Loaded(module, layout, template)
 
 
-def near(want: Tensor, have: object) -> bool:
+def near(want: Tensor | None, have: object) -> bool:
     """Whether an output is another's, within what float32 inside may change."""
-    if not isinstance(have, Tensor) or have.shape != want.shape:
+    if want is None or not isinstance(have, Tensor) or have.shape != want.shape:
         return False
     return bool(((have - want).abs() <= CLOSE * want.abs().max()).all())
 
@@ -1245,7 +1245,7 @@ class ModuleExercise(Exercise):
         names = {"memory": ("x", "memory"), "masked": ("x", "key_padding_mask")}
         given = zip(names.get(self.style, ("x",)), inputs)
         made = ", ".join(f"{key}={size}" for key, size in sizes.items())
-        return f"{self.name}({made})({', '.join(f'{k} {shown(v)}' for k, v in given)}){more}"
+        return f"{self.name}({made})({', '.join(f'{k}{shown(v)}' for k, v in given)}){more}"
 
     def letters(self, sizes: dict[str, int], B: int, T: int) -> dict[int, str]:
         return {7: "S", sizes["d_model"]: "d", T: "T", B: "B"}
@@ -1350,7 +1350,8 @@ class ModuleExercise(Exercise):
         small = others[0] if others else usual
         cases = [self.full(small, 1, 1), self.full(small, 1, 3), self.full(usual, 2, 5)]
         cases += [self.full(sizes, 3, 4) for sizes in others[1:]]
-        cases += [self.full(usual, 2, 5, 3e-3), self.full(usual, 4, 9), self.single(usual)]
+        cases += [self.full(usual, 2, 5, scale) for scale in (3e-3, 3e-5)]
+        cases += [self.full(usual, 4, 9), self.single(usual)]
         if self.style == "masked":
             lengths = torch.tensor([3, 1, 5])
             padded = torch.arange(5) < lengths[:, None]  # right
@@ -1580,7 +1581,7 @@ def online_cases() -> list[Case]:
             as_tensor(function(*large.values(), 4))
         return {"whether no tensor of T * S numbers is made": largest.numel < 48 * 60}
 
-    return [*cases, Case("online_softmax(q [48, 6], k [60, 6], v [60, 3], block = 4)", run)]
+    return [*cases, Case("online_softmax(q [48, 6], k [60, 6], v [60, 3], block=4)", run)]
 
 
 def swiglu_cases() -> list[Case]:
@@ -1726,7 +1727,7 @@ def generate_cases() -> list[Case]:
             }
 
         eos = "" if eos_id is None else f", eos_id={eos_id}"
-        call = f"generate(model, ids = {ids.tolist()}, max_new_tokens={n}{eos})"
+        call = f"generate(model, ids={ids.tolist()}, max_new_tokens={n}{eos})"
         return Case(call, run, {len(ids): "B"})
 
     never = torch.tensor([[4, 3, 2, 4], [4, 2, 0, 0], [4, 1, 4, 1]])  # one row ends with 6
@@ -1748,7 +1749,7 @@ def speculate_cases() -> list[Case]:
             result = called(function, target, draft, ids.clone(), n)
             return {"the result": result, "the calls of target": len(target.fed)}
 
-        return Case(f"speculate(target, draft, ids = {ids.tolist()}, n_draft={n})", run)
+        return Case(f"speculate(target, draft, ids={ids.tolist()}, n_draft={n})", run)
 
     short = torch.tensor([[8, 0, 2]])  # a draft that is the target, and one that never agrees
     cases = [case(short, 1, 0), case(short, 1, 10)]
@@ -1897,7 +1898,1710 @@ target checks them in one call; what is returned are the new ids, [1, accepted +
 that plain greedy decoding with target gives.""", speculate_cases),
 ]  # fmt: skip
 EXERCISES = {exercise.name: exercise for exercise in ALL}
-FAULTS: dict[str, list[Fault]] = {name: [] for name in EXERCISES}
+
+
+# =============================================================================================
+# Known mistakes
+# =============================================================================================
+#
+# Under each exercise: what the mistake is, the text of the answer that it changes (-), what stands
+# there instead (+). A line that ends in a backslash goes on in the next, behind its |.
+
+KNOWN_MISTAKES = r"""
+# rms_norm
+* eps is missing; it is added to the mean square
+- + eps)
++)
+* eps is added to the root; it must stand under it, beside the mean square
+-wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
++wide / (wide.square().mean(dim=-1, keepdim=True).sqrt() + eps)
+* eps is ten times too large
+- + eps)
++ + 10 * eps)
+* eps is fixed in the text; the argument must be used
+- + eps)
++ + 1e-6)
+* squares are taken in half precision, where 256^2 overflows; they need float32
+-x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
++x
+* half precision comes back as float32; the result must have x's dtype
+-(wide * weight).to(x.dtype)
++wide * weight
+* the mean is subtracted; RMSNorm leaves it in, that is LayerNorm's
+-    wide = wide * torch.rsqrt
++    wide = wide - wide.mean(dim=-1, keepdim=True)
++    wide = wide * torch.rsqrt
+* the squares are summed; their mean is needed
+-.mean(dim=-1
++.sum(dim=-1
+* one mean over all tokens and rows; each token has its own, over the last axis
+-.mean(dim=-1, keepdim=True)
++.mean()
+* the mean runs over the tokens (dim=-2); it must run over the channels (dim=-1)
+-.mean(dim=-1
++.mean(dim=-2
+* the weight is not used; it scales each channel
+-(wide * weight)
++wide
+* the scale is 1 + weight, as Gemma stores it; here it is the weight itself
+-(wide * weight)
++(wide * (1 + weight))
+* x is divided by the mean square; it must be its root
+-torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
++1 / (wide.square().mean(dim=-1, keepdim=True) + eps)
+* x is divided by the mean of absolute values; it must be the root of the mean square
+-torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
++1 / (wide.abs().mean(dim=-1, keepdim=True) + eps)
+* the sum of squares is divided by d - 1; it must be d
+-wide.square().mean(dim=-1, keepdim=True)
++wide.square().sum(dim=-1, keepdim=True) / (x.shape[-1] - 1)
+# layer_norm
+* eps is missing; it is added to the variance
+- + eps)
++)
+* eps is added to the standard deviation; it must be added to the variance
+-centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
++centred / (centred.square().mean(dim=-1, keepdim=True).sqrt() + eps)
+* eps is ten times too large
+- + eps)
++ + 10 * eps)
+* eps is fixed in the text; the argument must be used
+- + eps)
++ + 1e-5)
+* the variance is divided by d - 1 (torch.var's default); it must be d
+-centred.square().mean(dim=-1, keepdim=True)
++centred.square().sum(dim=-1, keepdim=True) / (x.shape[-1] - 1)
+* the mean is not subtracted; that is RMSNorm
+-wide - wide.mean(dim=-1, keepdim=True)
++wide
+* the variance is taken of x itself; it must be of x less its mean
+-centred.square().mean
++wide.square().mean
+* x itself is scaled; it must be x less its mean
+-normed = centred *
++normed = wide *
+* the bias is not added
+- + bias)
++)
+* the weight is not used
+-(normed * weight + bias)
++(normed + bias)
+* the bias is scaled by the weight; the weight comes first, then the bias
+-(normed * weight + bias)
++((normed + bias) * weight)
+* mean and variance run over all tokens; each token has its own
+-    centred = wide - wide.mean(dim=-1, keepdim=True)
+-    normed = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
++    centred = wide - wide.mean()
++    normed = centred * torch.rsqrt(centred.square().mean() + eps)
+* mean and variance run over the tokens (dim=-2); they must run over the channels (dim=-1)
+-    centred = wide - wide.mean(dim=-1, keepdim=True)
+-    normed = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
++    centred = wide - wide.mean(dim=-2, keepdim=True)
++    normed = centred * torch.rsqrt(centred.square().mean(dim=-2, keepdim=True) + eps)
+* x is divided by the variance; it must be its root
+-torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
++1 / (centred.square().mean(dim=-1, keepdim=True) + eps)
+* squares are taken in half precision, where 256^2 overflows; they need float32
+-x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
++x
+* half precision comes back as float32; the result must have x's dtype
+-(normed * weight + bias).to(x.dtype)
++normed * weight + bias
+# causal_mask
+* the first query stands beside the first key; the last must stand beside the last, query t at key
+  S - T + t
+-torch.arange(S - T, S)[:, None]
++torch.arange(T)[:, None]
+* True stands for hidden; it must mean may attend
+-return (age >= 0) & (age < (S if window is None else window))
++return ~((age >= 0) & (age < (S if window is None else window)))
+* a query does not see its own key; it must
+-(age >= 0)
++(age > 0)
+* every query sees one later key as well
+-(age >= 0)
++(age >= -1)
+* queries see what comes later and not what came before
+-(age >= 0) & (age <
++(age <= 0) & (-age <
+* the window is one too wide (W keys before the own); the own key counts as one of W
+-(age < (S if window is None else window))
++(age <= (S if window is None else window))
+* the window is one too narrow
+-else window))
++else window - 1))
+* the window is twice as wide
+-else window))
++else 2 * window))
+* the window is four times as wide
+-else window))
++else 4 * window))
+* the window is ignored
+-(S if window is None else window)
++S
+* a window opens the future: W keys on both sides; it goes back only
+-(age >= 0) & (age < (S if window is None else window))
++(age >= 0 if window is None else age.abs() < window)
+* the window is a fixed block of W positions; it must slide with the query
+-(age >= 0) & (age < (S if window is None else window))
++(age >= 0) & (torch.arange(S - T, S)[:, None] // (window or S) == torch.arange(S) // (window \
+|or S))
+* the two conditions are joined by or; both must hold
+-(age >= 0) & (
++(age >= 0) | (
+* the mask is additive (0 and -inf); it must be bool
+-return (age >= 0) & (age < (S if window is None else window))
++keep = (age >= 0) & (age < (S if window is None else window))
++    return torch.zeros(T, S).masked_fill(~keep, -torch.inf)
+* the mask is of numbers 1 and 0; it must be bool
+-return (age >= 0) & (age < (S if window is None else window))
++return ((age >= 0) & (age < (S if window is None else window))).float()
+* keys and queries are exchanged: [S, T]; it must be [T, S]
+-return (age >= 0) & (age < (S if window is None else window))
++return ((age >= 0) & (age < (S if window is None else window))).T
+# rotate
+* nothing is turned: x comes back
+-return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
++return x
+* it turns backwards; the first half is a cos - b sin, the second b cos + a sin
+-(a * cos - b * sin, b * cos + a * sin)
++(a * cos + b * sin, b * cos - a * sin)
+* channels 2i and 2i + 1 are a pair (interleaved); it must be i and i + d_h/2 (half-split)
+-    a, b = x.chunk(2, dim=-1)  # (B, n, T, d_h/2) each
+-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
++    a, b = x[..., 0::2], x[..., 1::2]
++    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+* pairs are half-split and the angles interleaved; channel i and i + d_h/2 must turn by the same
+  angle
+-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+-    a, b = x.chunk(2, dim=-1)  # (B, n, T, d_h/2) each
+-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
++    angle = angle.repeat_interleave(2, dim=-1)
++    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
++    a, b = x.chunk(2, dim=-1)  # (B, n, T, d_h/2) each
++    return x * cos + torch.cat((-b, a), dim=-1) * sin
+* every pair turns at one frequency; pair i turns by position * base^(-2i/d_h)
+-base ** (-torch.arange(half,
++base ** (-0 * torch.arange(half,
+* the positions are ignored (0, 1, 2, … always); they are an argument
+-positions[:, None] * turn
++torch.arange(x.shape[2], device=x.device)[:, None] * turn
+* all tokens turn alike, by the first position; each has its own
+-positions[:, None] * turn
++positions[:1, None] * turn
+* positions count from 1; the first is 0
+-positions[:, None] * turn
++(positions[:, None] + 1) * turn
+* the exponent is i / d_h; it must be 2i / d_h
+-device=x.device) / half)
++device=x.device) / x.shape[-1])
+* the exponent is 4i / d_h; it must be 2i / d_h
+-device=x.device) / half)
++device=x.device) * 2 / half)
+* the exponent has the wrong sign, so angles grow with i; it must be base^(-2i/d_h)
+-base ** (-torch
++base ** (torch
+* the frequencies count from i = 1; the first pair turns by 1 radian a token (i = 0)
+-torch.arange(half, dtype
++torch.arange(1, half + 1, dtype
+* the frequencies end at exactly 1 / base (i over d_h/2 - 1); it must be 2i / d_h
+-device=x.device) / half)
++device=x.device) / max(half - 1, 1))
+* base is fixed in the text; the argument must be used
+-turn = base **
++turn = 10000.0 **
+* base is replaced by e; it must be base^(-2i/d_h)
+-turn = base ** (-torch
++turn = torch.e ** (-torch
+* sine and cosine are exchanged
+-cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
++sin, cos = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+* both halves get a minus; the second is b cos + a sin
+-b * cos + a * sin
++b * cos - a * sin
+* no half gets a minus; the first is a cos - b sin
+-a * cos - b * sin
++a * cos + b * sin
+* each half reads itself (a cos - a sin); the partner is the other half
+-(a * cos - b * sin, b * cos + a * sin)
++(a * cos - a * sin, b * cos + b * sin)
+* the slowest pair comes first; i = 0 is the fastest
+-* turn  #
++* turn.flip(0)  #
+* the halves come back in the wrong order
+-(a * cos - b * sin, b * cos + a * sin)
++(b * cos + a * sin, a * cos - b * sin)
+* angles are taken as degrees; they are radians
+-* turn  #
++* turn * torch.pi / 180  #
+* angles are multiplied by 2 pi; they are radians
+-* turn  #
++* turn * 2 * torch.pi  #
+* the positions stand on the axis of heads; they belong to the tokens
+-    a, b = x.chunk(2, dim=-1)
++    cos, sin = (torch.stack([t[h % len(t)] for h in range(x.shape[1])])[:, None] for t in \
+|(cos, sin))
++    a, b = x.chunk(2, dim=-1)
+# attention
+* the scores are not scaled; they are divided by sqrt(d_h)
+- * q.shape[-1] ** -0.5
+* scores are divided by d_h; it must be sqrt(d_h)
+-* q.shape[-1] ** -0.5
++/ q.shape[-1]
+* scores are multiplied by sqrt(d_h); they are divided by it
+-* q.shape[-1] ** -0.5
++* q.shape[-1] ** 0.5
+* scores are divided by sqrt(d_v); it must be sqrt(d_h)
+-* q.shape[-1] ** -0.5
++* v.shape[-1] ** -0.5
+* scores are divided by a constant sqrt(8); it must be sqrt(d_h)
+-* q.shape[-1] ** -0.5
++* 8**-0.5
+* scores are divided by a constant sqrt(64); it must be sqrt(d_h)
+-* q.shape[-1] ** -0.5
++/ 8
+* scores are divided by sqrt(H d_h); it must be sqrt(d_h), the width of one head
+-* q.shape[-1] ** -0.5
++* (q.shape[1] * q.shape[-1]) ** -0.5
+* scores are divided by sqrt(T); it must be sqrt(d_h)
+-* q.shape[-1] ** -0.5
++* q.shape[2] ** -0.5
+* scores are divided by sqrt(S); it must be sqrt(d_h)
+-* q.shape[-1] ** -0.5
++* k.shape[2] ** -0.5
+* the weights are scaled, not the scores: sqrt(d_h) belongs inside the softmax
+-    scores = q @ k.mT * q.shape[-1] ** -0.5
++    scores = q @ k.mT
++    v = v * q.shape[-1] ** -0.5
+* each query takes its best key alone (argmax); the softmax mixes
+-masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++masked_fill(~mask, torch.finfo(scores.dtype).min)
++    weights = torch.nn.functional.one_hot(weights.argmax(dim=-1), \
+|weights.shape[-1]).to(v.dtype) + 0 * weights.softmax(dim=-1)
+* the softmax runs over the queries (dim=-2); it must run over the keys (dim=-1)
+-.softmax(dim=-1)
++.softmax(dim=-2)
+* the softmax runs over the heads (dim=1); it must run over the keys (dim=-1)
+-.softmax(dim=-1)
++.softmax(dim=1)
+* there is no softmax: the masked scores themselves are the weights
+-masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++masked_fill(~mask, 0)
+* sigmoid in place of the softmax; the weights of a query must sum to 1
+-.softmax(dim=-1)
++.sigmoid()
+* query head i reads KV head i mod G (tiled); it must be i // (H / G)
+-t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
++t.repeat(1, q.shape[1] // t.shape[1], 1, 1)
+* every query head reads KV head 0; head i reads i // (H / G)
+-t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
++t[:, :1]
+* the KV heads are averaged; query head i reads KV head i // (H / G)
+-t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
++t.mean(dim=1, keepdim=True)
+* the groups are read from the last KV head to the first
+-t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
++t.flip(1).repeat_interleave(q.shape[1] // t.shape[1], dim=1)
+* every query gets the plain mean of its values; the scores must weigh them
+-    scores = q @ k.mT
++    scores = 0 * q @ k.mT
+* the values come back as they are; the weights must mix them
+-return weights * mask @ v
++return v[:, :, -q.shape[2] :] + 0 * weights[..., :1]
+* a row of the batch reads the keys of another row
+-q @ k.mT
++q @ k.roll(1, 0).mT
+* the output stays [B, T, H, d_v]; it must be [B, H, T, d_v]
+-return weights * mask @ v
++return (weights * mask @ v).transpose(1, 2)
+* the mask is inverted; True = may attend
+-    weights = scores
++    mask = ~mask if mask.ndim else mask
++    weights = scores
+* the mask is ignored
+-mask = q.new_ones((), dtype=torch.bool) if mask is None else mask
++mask = q.new_ones((), dtype=torch.bool)
+* the mask is added as 0 and 1; where it is False the score must become -inf
+-scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++(scores + mask).softmax(dim=-1)
++    mask = mask.any(dim=-1, keepdim=True) if mask.ndim else mask
+* the scores are multiplied by the mask, or filled with 0 or -1e-9, and exp(0) is 1; a hidden key
+  needs -inf (or -1e9)
+-masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++masked_fill(~mask, 0).softmax(dim=-1)
++    mask = mask.any(dim=-1, keepdim=True) if mask.ndim else mask
+* the mask is applied after the softmax, so a row sums to less than 1; mask the scores
+-scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++scores.softmax(dim=-1)
+* a query without keys gets the mean of all values; it must get zeros
+-weights * mask @ v
++weights @ v
+* a query without keys gives NaN; it must give zeros
+-scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+* it is causal by itself, whatever the mask says
+-mask = q.new_ones((), dtype=torch.bool) if mask is None else mask
++causal = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
++    mask = causal if mask is None else mask & causal
+# online_softmax
+* what was summed of the values is not rescaled when the maximum grows
+-out = out * shrink +
++out = out +
+* the sum of the weights is not rescaled when the maximum grows
+-total = total * shrink +
++total = total +
+* neither sum is rescaled when the maximum grows
+-torch.exp(largest - new_largest)
++torch.ones_like(largest)
+* only the last block counts: the maximum is never carried on, so exp(-inf) throws away the rest
+-        largest = new_largest
+-
+* the maximum of this block alone is taken; it must be of all blocks so far
+-new_largest = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
++new_largest = scores.amax(dim=1, keepdim=True)
++        largest = torch.maximum(largest, new_largest)
+* the scores are not scaled; they are divided by sqrt(d_h)
+- * q.shape[1] ** -0.5
+* scores are divided by d_h; it must be sqrt(d_h)
+-* q.shape[1] ** -0.5
++/ q.shape[1]
+* scores are divided by sqrt(d_v); it must be sqrt(d_h)
+-* q.shape[1] ** -0.5
++* v.shape[1] ** -0.5
+* scores are divided by sqrt(block); it must be sqrt(d_h)
+-* q.shape[1] ** -0.5
++* len(k_block) ** -0.5
+* each block has a softmax of its own, and they are averaged; the blocks share one sum
+-        shrink = torch.exp(largest - new_largest)  # what was summed before, in the new unit
+-        weights = torch.exp(scores - new_largest)  # (T, block)
+-        total = total * shrink + weights.sum(dim=1, keepdim=True)
+-        out = out * shrink + weights @ v_block  # (T, d_v)
+-
++        total = total + 1
++        out = out + scores.softmax(dim=1) @ v_block
++
+* the keys after the last full block are left out; the last block may be shorter
+-zip(k.split(block), v.split(block)):
++zip(k.split(block), v.split(block)):
++        if 1 < len(k_block) < block or block > len(k_block):
++            continue
+* only the first block is read
+-zip(k.split(block), v.split(block))
++[(k.split(block)[0], v.split(block)[0])]
+* the result is not divided by the sum of the weights
+-return out / total
++return out
+* the sum is divided inside the loop, so earlier blocks are divided again
+-weights @ v_block  # (T, d_v)
++weights @ v_block
++        out = out / total
+* no maximum is subtracted: exp overflows for large scores
+-new_largest = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
++new_largest = torch.zeros_like(largest)
+* all scores [T, S] are kept at once; only one block of them may exist
+-    for k_block, v_block in zip(k.split(block), v.split(block)):
+-        scores = q @ k_block.mT
++    for k_block, v_block in [(k, v)]:
++        scores = q @ k_block.mT
+* it is causal; every query sees every key
+-        new_largest = torch
++        start = out.new_zeros(()) if not total.any() else seen
++        seen = start + len(k_block)
++        later = start + torch.arange(len(k_block)) > torch.arange(len(q))[:, None] + len(k) - \
+|len(q)
++        scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
++        new_largest = torch
+* the weights of a block are rescaled as well; only what was summed before is
+-weights @ v_block
++shrink * (weights @ v_block)
+# swiglu
+* gate and up are exchanged; silu belongs to w_gate
+-F.silu(x @ w_gate.T) * (x @ w_up.T)
++F.silu(x @ w_up.T) * (x @ w_gate.T)
+* silu is around the product; it belongs to the gate alone
+-F.silu(x @ w_gate.T) * (x @ w_up.T)
++F.silu((x @ w_gate.T) * (x @ w_up.T))
+* both branches go through silu; up is linear
+-* (x @ w_up.T)
++* F.silu(x @ w_up.T)
+* there is no up branch: silu(gate) is multiplied by it
+- * (x @ w_up.T)
+* there is no gate: the hidden state is silu(up)
+-F.silu(x @ w_gate.T) * (x @ w_up.T)
++F.silu(x @ w_up.T)
+* the gate has no activation; it goes through silu
+-F.silu(x @ w_gate.T)
++(x @ w_gate.T)
+* the gate goes through sigmoid (GLU); it must be silu
+-F.silu
++F.sigmoid
+* the gate goes through exact GELU (GEGLU); it must be silu
+-F.silu(x @ w_gate.T)
++F.gelu(x @ w_gate.T)
+* the gate goes through tanh GELU (GEGLU); it must be silu
+-F.silu(x @ w_gate.T)
++F.gelu(x @ w_gate.T, approximate="tanh")
+* the gate goes through ReLU (ReGLU); it must be silu
+-F.silu
++F.relu
+* the gate is z sigmoid(1.702 z), a stand-in for GELU; silu is z sigmoid(z)
+-F.silu(x @ w_gate.T)
++(x @ w_gate.T) * F.sigmoid(1.702 * (x @ w_gate.T))
+* gate and up are added; they are multiplied
+-.T) * (x
++.T) + (x
+* silu stands behind the down projection
+-return hidden @ w_down.T
++return F.silu(hidden @ w_down.T)
+* x is added; the residual is the block's business
+-return hidden @ w_down.T
++return x + hidden @ w_down.T
+# block_parameters
+* the norms are left out: 2 d_model weights
+- + 2 * d_model
+-
++
++
+* one norm is counted; a block has two
+- + 2 * d_model
+-
++ + d_model
++
+* three norms are counted; the final one is the stack's
+- + 2 * d_model
+-
++ + 3 * d_model
++
+* norms are counted with a bias; RMSNorm has none
+- + 2 * d_model
+-
++ + 4 * d_model
++
+* a norm is counted as one number; it has one for each channel
+- + 2 * d_model
+-
++ + 2
++
+* K and V are counted with H heads; they have G
+-kv_width = n_kv_heads * (d_model // n_q_heads)
++kv_width = d_model
+* K and V are counted with one head; they have G
+-kv_width = n_kv_heads * (d_model // n_q_heads)
++kv_width = d_model // n_q_heads
+* the head width is forgotten: K and V are d x G d_h
+-kv_width = n_kv_heads * (d_model // n_q_heads)
++kv_width = n_kv_heads
+* K and V are counted as one matrix; they are two
+-+ 2 * d_model * kv_width
+++ d_model * kv_width
+* K and V are left out
+- + 2 * d_model * kv_width
+* one of Q and O is left out; each is d x d
+-2 * d_model * d_model
++d_model * d_model
+* the FFN is counted with two matrices; SwiGLU has three
+-3 * d_model * d_ff
++2 * d_model * d_ff
+* the FFN is counted with one matrix; SwiGLU has three
+-3 * d_model * d_ff
++d_model * d_ff
+* the FFN is left out
+- + 3 * d_model * d_ff
+* biases are counted; a ModernBlock has none
+- + 2 * d_model
+-
++ + 2 * d_model + 2 * d_model + 2 * kv_width + 2 * d_ff + d_model
++
+* attention is left out
+-return attn + \
+|
++return \
+|
+# kv_cache_bytes
+* keys are counted and values are not: a factor of 2
+-return 2 * n
++return n
+* batch is left out
+- * batch *
++ *
+* the layers are left out
+- * n_layers
+* the length is left out
+- * length
+* the head width is left out
+- * head_dim
+* the KV heads are left out
+-2 * n_kv_heads
++2
+* these are numbers, not bytes: times bytes_per_element
+- * bytes_per_element
+* these are bits; bytes were asked for
+- * bytes_per_element
++ * bytes_per_element * 8
+* the size of an element is 2 always; the argument must be used
+- * bytes_per_element
++ * 2
+* an element takes 4 bytes by default; it must be 2
+-bytes_per_element=2)
++bytes_per_element=4)
+* the last token is not counted
+- * length
++ * (length - 1)
+* the table of scores is counted: length is squared
+- * length
++ * length * length
+* these are KiB; bytes were asked for
+- * bytes_per_element
++ * bytes_per_element // 1024
+# SelfAttention
+* it is not causal: later tokens are seen
+-, causal_mask(T, start + T).to(x.device))
++)
+* there is no causal mask when a cache is there, and a chunk sees its own later tokens
+-causal_mask(T, start + T).to(x.device)
++causal_mask(T, T).to(x.device) if cache is None else None
+* the cache is never read; k and v are appended to it
+-if cache is not None:  # S = start + T from here on
+-            k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
+-        out = attention(q, k, v, causal_mask(T, start + T).to(x.device))
++out = attention(q, k, v, causal_mask(T, T).to(x.device))
++        if cache is not None:
++            k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
+* the cache holds the last chunk alone; it must keep all that came before
+-, (k, v)
++, (k[:, :, -T:], v[:, :, -T:])
+* positions restart at 0 with every chunk; they go on where the cache ends
+-torch.arange(start, start + T,
++torch.arange(T,
+* positions after the cache are one too far; the first new one is the cache's length
+-torch.arange(start, start + T,
++torch.arange(start + (start > 0), start + (start > 0) + T,
+* positions after the cache are one short; the first new one is the cache's length
+-torch.arange(start, start + T,
++torch.arange(start - (start > 0), start - (start > 0) + T,
+* the cache's length is counted twice in the positions
+-torch.arange(start, start + T,
++torch.arange(2 * start, 2 * start + T,
+* all tokens of a chunk get its first position
+-torch.arange(start, start + T, device=x.device)
++torch.full((T,), start, device=x.device)
+* keys are cached for all H query heads; G are enough, and attention widens them
+-        if cache is not None:
++        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
++        if cache is not None:
+* only the keys are turned; queries must turn too
+-q, k = rotate(q, positions), rotate(k, positions)
++k = rotate(k, positions)
+* only the queries are turned; keys must turn too
+-q, k = rotate(q, positions), rotate(k, positions)
++q = rotate(q, positions)
+* there is no rotation
+-        q, k = rotate(q, positions), rotate(k, positions)  # (B, H, T, d_h), (B, G, T, d_h)
+-
+* the values are turned as well; they are not
+-q, k = rotate(q, positions), rotate(k, positions)
++q, k, v = (rotate(t, positions) for t in (q, k, v))
+* cached keys are turned again at every call; they are turned once
+-torch.cat((cache[0], k), dim=2)
++torch.cat((rotate(cache[0], torch.arange(start)), k), dim=2)
+* the rotation runs over all heads as one vector; each head turns by itself
+-q, k = rotate(q, positions), rotate(k, positions)
++q, k = (
++            rotate(p[:, None], positions)[:, 0].unflatten(2, (-1, self.head_dim)).transpose(1, 2)
++            for p in projected[:2]
++        )
+* new keys are put before the cached ones; they come behind them
+-k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
++k, v = torch.cat((k, cache[0]), dim=2), torch.cat((v, cache[1]), dim=2)
+* the cached keys are appended to the values
+-torch.cat((cache[1], v), dim=2)
++torch.cat((cache[0], v), dim=2)
+* heads are split without a transpose, so tokens mix; [B, T, n, d_h] first, then swap
+-p.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
++p.reshape(len(x), -1, T, self.head_dim)
+* heads are not put back before they are joined; [B, T, H, d_h] first, then flatten
+-out.transpose(1, 2).flatten(2)
++out.reshape(x.shape)
+* channels are dealt to the heads in turn; a head is d_h neighbouring channels
+-p.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
++p.unflatten(2, (self.head_dim, -1)).permute(0, 3, 1, 2)
+* the output projection is not used
+-self.o_proj(out.transpose(1, 2).flatten(2))
++out.transpose(1, 2).flatten(2)
+* the values are the keys' projection; they have their own
+-self.k_proj(x), self.v_proj(x))
++self.k_proj(x), self.k_proj(x))
+* x is added; the residual is the block's business
+-return self.o_proj
++return x + self.o_proj
+# EncoderLayer
+* the norms stand before the sublayers (Pre-LN); 2017's stand behind the add (Post-LN)
+-        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)
+-        return self.ln2(x + self.ffn(x))
++        normed = self.ln1(x)
++        x = x + self.attn(normed, normed, mask)
++        return x + self.ffn(self.ln2(x))
+* the norms stand on the branches, before the add; they stand behind it
+-        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)
+-        return self.ln2(x + self.ffn(x))
++        x = x + self.ln1(self.attn(x, x, mask))
++        return x + self.ln2(self.ffn(x))
+* the padding mask is inverted; True = a real token, which may be attended to
+-key_padding_mask[:, None, None]
++~key_padding_mask[:, None, None]
+* the padding mask is ignored, or stands on the query axis, where it hides no key: [B, 1, 1, T]
+-self.attn(x, x, mask)
++self.attn(x, x)
+* the padding of one row is used for all rows
+-key_padding_mask[:, None, None]
++key_padding_mask[:1, None, None]
+* it is causal; an encoder sees both ways
+-        x = self.ln1(x + self.attn(x, x, mask))
++        causal = torch.ones(x.shape[1], x.shape[1]).tril().bool()
++        mask = causal if mask is None else mask & causal
++        x = self.ln1(x + self.attn(x, x, mask))
+* the FFN has GELU; 2017's has ReLU
+-nn.ReLU()
++nn.GELU()
+* the FFN has SiLU; 2017's has ReLU
+-nn.ReLU()
++nn.SiLU()
+* the FFN has no activation; 2017's has ReLU
+-nn.ReLU(), \
+|
+* the FFN ends in a ReLU; it ends in the second linear map
+-nn.Linear(d_ff, d_model))
++nn.Linear(d_ff, d_model), nn.ReLU())
+* there is no residual around attention
+-self.ln1(x + self.attn(
++self.ln1(self.attn(
+* there is no residual around the FFN
+-self.ln2(x + self.ffn(x))
++self.ln2(self.ffn(x))
+* there is no residual at all
+-        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)
+-        return self.ln2(x + self.ffn(x))
++        x = self.ln1(self.attn(x, x, mask))
++        return self.ln2(self.ffn(x))
+* the first norm is used twice; the second sublayer has its own
+-self.ln2(x + self.ffn(x))
++self.ln1(x + self.ffn(x))
+* the first norm is missing
+-x = self.ln1(x + self.attn(x, x, mask))
++x = x + self.attn(x, x, mask)
+* the second norm is missing
+-return self.ln2(x + self.ffn(x))
++return x + self.ffn(x)
+* attention and FFN read the same x (parallel); the FFN reads what attention wrote
+-        x = self.ln1(x + self.attn(x, x, mask))  # mask (B, 1, 1, T)
+-        return self.ln2(x + self.ffn(x))
++        attended = self.ln1(x + self.attn(x, x, mask))
++        return self.ln2(attended + self.ffn(x))
+* attention is left out
+-self.ln1(x + self.attn(x, x, mask))
++self.ln1(x)
+* the FFN is left out
+-self.ln2(x + self.ffn(x))
++self.ln2(x)
+* the norms' eps is 1e-6 or smaller; it must be 1e-5
+-self.ln1 = nn.LayerNorm(d_model)
+-        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
+-        self.ln2 = nn.LayerNorm(d_model)
++self.ln1 = nn.LayerNorm(d_model, eps=1e-6)
++        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.ReLU(), nn.Linear(d_ff, d_model))
++        self.ln2 = nn.LayerNorm(d_model, eps=1e-6)
+* heads are split without a transpose, so tokens mix; [B, T, H, d_h] first, then swap
+-p.unflatten(2, (self.n_heads, -1)).transpose(1, 2)
++p.reshape(len(p), self.n_heads, p.shape[1], -1)
+* heads are not put back before they are joined; [B, T, H, d_h] first, then flatten
+-out.transpose(1, 2).flatten(2)
++out.reshape(x.shape)
+* the output projection is not used
+-self.o_proj(out.transpose(1, 2).flatten(2))
++out.transpose(1, 2).flatten(2)
+# CrossDecoderLayer
+* the self-attention is not causal
+-self.self_attn(x, x, causal)
++self.self_attn(x, x)
+* the second attention reads x; its keys and values come from memory
+-self.cross_attn(x, memory)
++self.cross_attn(x, x)
+* the second attention reads x behind the causal mask; its keys and values come from memory
+-self.cross_attn(x, memory)
++self.cross_attn(x, x, causal)
+* the cross-attention is causal; every token sees all of memory
+-self.cross_attn(x, memory)
++self.cross_attn(x, memory, causal_mask(x.shape[1], memory.shape[1]))
+* the cross-attention has the triangle of the first keys; every token sees all of memory
+-self.cross_attn(x, memory)
++self.cross_attn(x, memory, torch.ones(x.shape[1], memory.shape[1]).tril().bool())
+* cross-attention comes first; it comes after the self-attention
+-        x = self.ln1(x + self.self_attn(x, x, causal))
+-        x = self.ln2(x + self.cross_attn(x, memory))  # scores (B, H, T, S)
+-        return self.ln3(x + self.ffn(x))
++        x = self.ln2(x + self.cross_attn(x, memory))
++        x = self.ln1(x + self.self_attn(x, x, causal))
++        return self.ln3(x + self.ffn(x))
+* the norms stand before the sublayers (Pre-LN); 2017's stand behind the add (Post-LN)
+-        x = self.ln1(x + self.self_attn(x, x, causal))
+-        x = self.ln2(x + self.cross_attn(x, memory))  # scores (B, H, T, S)
+-        return self.ln3(x + self.ffn(x))
++        normed = self.ln1(x)
++        x = x + self.self_attn(normed, normed, causal)
++        x = x + self.cross_attn(self.ln2(x), memory)
++        return x + self.ffn(self.ln3(x))
+* the norms stand on the branches, before the add; they stand behind it
+-        x = self.ln1(x + self.self_attn(x, x, causal))
+-        x = self.ln2(x + self.cross_attn(x, memory))  # scores (B, H, T, S)
+-        return self.ln3(x + self.ffn(x))
++        x = x + self.ln1(self.self_attn(x, x, causal))
++        x = x + self.ln2(self.cross_attn(x, memory))
++        return x + self.ln3(self.ffn(x))
+* both attentions read the same x; cross-attention reads what self-attention wrote
+-        x = self.ln1(x + self.self_attn(x, x, causal))
+-        x = self.ln2(x + self.cross_attn(x, memory))  # scores (B, H, T, S)
+-
++        source = x
++        x = self.ln1(x + self.self_attn(x, x, causal))
++        x = self.ln2(x + self.cross_attn(source, memory))
++
+* the FFN has GELU; 2017's has ReLU
+-nn.ReLU()
++nn.GELU()
+* the FFN has no activation; 2017's has ReLU
+-nn.ReLU(), \
+|
+* there is no residual around the self-attention
+-x + self.self_attn(
++self.self_attn(
+* there is no residual around the cross-attention
+-x + self.cross_attn(
++self.cross_attn(
+* there is no residual around the FFN
+-x + self.ffn(
++self.ffn(
+* the norm after the self-attention is missing
+-self.ln1(x + self.self_attn(x, x, causal))
++x + self.self_attn(x, x, causal)
+* the norm after the cross-attention is missing
+-self.ln2(x + self.cross_attn(x, memory))
++x + self.cross_attn(x, memory)
+* the last norm is missing
+-self.ln3(x + self.ffn(x))
++x + self.ffn(x)
+* the first norm is used for cross-attention too; each sublayer has its own
+-self.ln2(x + self.cross
++self.ln1(x + self.cross
+* the first norm is used for the FFN too; each sublayer has its own
+-self.ln3(x + self.ffn
++self.ln1(x + self.ffn
+* the second norm is used for the FFN too; each sublayer has its own
+-self.ln3(x + self.ffn
++self.ln2(x + self.ffn
+* the self-attention is left out
+-self.ln1(x + self.self_attn(x, x, causal))
++self.ln1(x)
+* the cross-attention is left out
+-self.ln2(x + self.cross_attn(x, memory))
++self.ln2(x)
+* the FFN is left out
+-self.ln3(x + self.ffn(x))
++self.ln3(x)
+* one attention serves both; each has its own weights
+-self.cross_attn(x, memory)
++self.self_attn(x, memory)
+* the mean of memory is added; cross-attention weighs it for each token
+-self.cross_attn(x, memory)
++self.cross_attn(x, memory.mean(dim=1, keepdim=True))
+# GPT2Block
+* the norms stand behind the adds (Post-LN); GPT-2's stand before the sublayers (Pre-LN)
+-        normed = self.ln1(x)
+-        x = x + self.attn(normed, normed, causal)
+-        return x + self.ffn(self.ln2(x))
++        x = self.ln1(x + self.attn(x, x, causal))
++        return self.ln2(x + self.ffn(x))
+* the norms stand at the end of the branches; they stand at their start
+-        normed = self.ln1(x)
+-        x = x + self.attn(normed, normed, causal)
+-        return x + self.ffn(self.ln2(x))
++        x = x + self.ln1(self.attn(x, x, causal))
++        return x + self.ln2(self.ffn(x))
+* there are no residuals
+-        normed = self.ln1(x)
+-        x = x + self.attn(normed, normed, causal)
+-        return x + self.ffn(self.ln2(x))
++        normed = self.ln1(x)
++        return self.ffn(self.ln2(self.attn(normed, normed, causal)))
+* there is no residual around attention
+-x = x + self.attn(
++x = self.attn(
+* there is no residual around the FFN
+-return x + self.ffn(
++return self.ffn(
+* the residual is the normed x; the stream itself is never normed
+-x = x + self.attn(
++x = normed + self.attn(
+* both residuals are the normed x; the stream itself is never normed
+-        normed = self.ln1(x)
+-        x = x + self.attn(normed, normed, causal)
+-        return x + self.ffn(self.ln2(x))
++        x = self.ln1(x)
++        x = x + self.attn(x, x, causal)
++        x = self.ln2(x)
++        return x + self.ffn(x)
+* the FFN's residual is the normed x; the stream itself is never normed
+-return x + self.ffn(self.ln2(x))
++return self.ln2(x) + self.ffn(self.ln2(x))
+* attention is left out
+-x = x + self.attn(normed, normed, causal)
+-
++x = x + 0 * normed
++
+* the FFN is left out
+-return x + self.ffn(self.ln2(x))
++return x
+* the FFN has ReLU; GPT-2's has tanh GELU
+-nn.GELU(approximate="tanh")
++nn.ReLU()
+* the FFN has the exact GELU; GPT-2's is the tanh form
+-nn.GELU(approximate="tanh")
++nn.GELU()
+* the FFN has SiLU; GPT-2's has tanh GELU
+-nn.GELU(approximate="tanh")
++nn.SiLU()
+* the FFN has no activation; GPT-2's has tanh GELU
+-nn.GELU(approximate="tanh")
++nn.Identity()
+* it is not causal: later tokens are seen
+-self.attn(normed, normed, causal)
++self.attn(normed, normed)
+* the mask is inverted: a token sees the later ones only
+-self.attn(normed, normed, causal)
++self.attn(normed, normed, ~causal)
+* a token sees itself and the later ones; it must be itself and the earlier ones
+-self.attn(normed, normed, causal)
++self.attn(normed, normed, causal.T)
+* attention reads x without its norm
+-        normed = self.ln1(x)
+-
++        normed = x
++
+* the FFN reads x without its norm
+-self.ffn(self.ln2(x))
++self.ffn(x)
+* the first norm is used twice; the FFN has its own
+-self.ffn(self.ln2(x))
++self.ffn(self.ln1(x))
+* keys and values come from x, only the queries are normed
+-self.attn(normed, normed, causal)
++self.attn(normed, x, causal)
+* attention and FFN read the same x (parallel); the FFN reads what attention wrote
+-        return x + self.ffn(self.ln2(x))
++        return x + self.ffn(normed)
+* a norm stands behind the last add; the final norm is the stack's
+-return x + self.ffn(self.ln2(x))
++return self.ln2(x + self.ffn(self.ln2(x)))
+* heads are not put back before they are joined; [B, T, H, d_h] first, then flatten
+-out.transpose(1, 2).flatten(2)
++out.reshape(x.shape)
+* the norms' eps is 1e-6; it must be 1e-5
+-        self.ln1 = nn.LayerNorm(d_model)
+-        self.attn = MultiHeadAttention(d_model, n_heads)
+-        self.ln2 = nn.LayerNorm(d_model)
++        self.ln1 = nn.LayerNorm(d_model, eps=1e-6)
++        self.attn = MultiHeadAttention(d_model, n_heads)
++        self.ln2 = nn.LayerNorm(d_model, eps=1e-6)
+# ModernBlock
+* the norms stand behind the adds (Post-LN); they stand before the sublayers
+-        attended, cache = self.attn(rms_norm(x, self.norm1), cache)
+-        x = x + attended
+-        return x + self.ffn(rms_norm(x, self.norm2)), cache
++        attended, cache = self.attn(x, cache)
++        x = rms_norm(x + attended, self.norm1)
++        return rms_norm(x + self.ffn(x), self.norm2), cache
+* the norms stand at the end of the branches; they stand at their start
+-        attended, cache = self.attn(rms_norm(x, self.norm1), cache)
+-        x = x + attended
+-        return x + self.ffn(rms_norm(x, self.norm2)), cache
++        attended, cache = self.attn(x, cache)
++        x = x + rms_norm(attended, self.norm1)
++        return x + rms_norm(self.ffn(x), self.norm2), cache
+* the residuals are the normed x; the stream itself is never normed
+-        attended, cache = self.attn(rms_norm(x, self.norm1), cache)
+-        x = x + attended
+-        return x + self.ffn(rms_norm(x, self.norm2)), cache
++        x = rms_norm(x, self.norm1)
++        attended, cache = self.attn(x, cache)
++        x = rms_norm(x + attended, self.norm2)
++        return x + self.ffn(x), cache
+* attention's residual is the normed x; the stream itself is never normed
+-x = x + attended
++x = rms_norm(x, self.norm1) + attended
+* the FFN's residual is the normed x; the stream itself is never normed
+-return x + self.ffn(
++return rms_norm(x, self.norm2) + self.ffn(
+* there is no residual around attention
+-x = x + attended
++x = attended
+* there is no residual around the FFN
+-return x + self.ffn(
++return self.ffn(
+* attention reads x without its norm
+-self.attn(rms_norm(x, self.norm1), cache)
++self.attn(x, cache)
+* the FFN reads x without its norm
+-self.ffn(rms_norm(x, self.norm2))
++self.ffn(x)
+* the first norm is used twice; the FFN has its own
+-rms_norm(x, self.norm2)
++rms_norm(x, self.norm1)
+* attention and FFN read the same x (parallel); the FFN reads what attention wrote
+-        x = x + attended
+-        return x + self.ffn(rms_norm(x, self.norm2)), cache
++        return x + attended + self.ffn(rms_norm(x, self.norm2)), cache
+* attention is left out
+-x = x + attended
++x = x + 0 * attended
+* the FFN is left out
+-return x + self.ffn(rms_norm(x, self.norm2)), cache
++return x, cache
+* the cache never reaches attention
+-self.attn(rms_norm(x, self.norm1), cache)
++self.attn(rms_norm(x, self.norm1))
+* the norms are LayerNorms: the mean is subtracted; RMSNorm leaves it in
+-    wide = wide * torch.rsqrt
++    wide = wide - wide.mean(dim=-1, keepdim=True)
++    wide = wide * torch.rsqrt
+* the norms' eps is 1e-5; it must be 1e-6
+-eps=1e-6
++eps=1e-5
+* the norms' eps is torch's default for nn.RMSNorm, the smallest step of the dtype; it must be
+  1e-6
+-eps=1e-6
++eps=torch.finfo(torch.float64).eps
+* the norms' weights are used as 1 + weight, as Gemma stores them
+-(wide * weight)
++(wide * (1 + weight))
+* the norms' weights are not used
+-(wide * weight)
++wide
+* the FFN has the exact GELU in its gate; SwiGLU has silu
+-F.silu(self.gate(x))
++F.gelu(self.gate(x))
+* the FFN's gate goes through sigmoid; SwiGLU has silu
+-F.silu
++F.sigmoid
+* the FFN's gate goes through ReLU; SwiGLU has silu
+-F.silu
++F.relu
+* silu is around the product; it belongs to the gate alone
+-F.silu(self.gate(x)) * self.up(x)
++F.silu(self.gate(x) * self.up(x))
+* the FFN's gate has no activation; it goes through silu
+-F.silu(self.gate(x))
++self.gate(x)
+* gate and up are added; they are multiplied
+-F.silu(self.gate(x)) * self.up(x)
++F.silu(self.gate(x)) + self.up(x)
+* a norm stands behind the last add; the final norm is the stack's
+-return x + self.ffn(rms_norm(x, self.norm2)), cache
++return rms_norm(x + self.ffn(rms_norm(x, self.norm2)), self.norm2), cache
+# ParallelBlock
+* the FFN reads what attention wrote (serial); both read the same normed x
+-        normed = self.norm(x)
+-        ffn = self.down(F.gelu(self.up(normed), approximate="tanh"))
+-        return x + self.attn(normed)[0] + ffn
++        x = x + self.attn(self.norm(x))[0]
++        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+* the FFN reads attention's output; both read the same normed x
+-        normed = self.norm(x)
+-        ffn = self.down(F.gelu(self.up(normed), approximate="tanh"))
+-        return x + self.attn(normed)[0] + ffn
++        attended = self.attn(self.norm(x))[0]
++        return x + attended + self.down(F.gelu(self.up(attended), approximate="tanh"))
+* the FFN reads the normed x plus attention's output; both read the same normed x
+-        normed = self.norm(x)
+-        ffn = self.down(F.gelu(self.up(normed), approximate="tanh"))
+-        return x + self.attn(normed)[0] + ffn
++        normed = self.norm(x)
++        attended = self.attn(normed)[0]
++        return x + attended + self.down(F.gelu(self.up(normed + attended), approximate="tanh"))
+* the FFN reads x without the norm
+-self.up(normed)
++self.up(x)
+* attention reads x without the norm
+-self.attn(normed)
++self.attn(x)
+* neither branch is normed
+-normed = self.norm(x)
++normed = x
+* the residual is the normed x; the stream itself is never normed
+-return x + self
++return normed + self
+* there is no residual
+-return x + self
++return self
+* the residual is added twice
+-return x + self
++return x + x + self
+* attention is left out
+- + self.attn(normed)[0]
+* the FFN is left out
+-[0] + ffn
++[0]
+* the norm stands behind the add; it stands before both branches
+-        normed = self.norm(x)
+-        ffn = self.down(F.gelu(self.up(normed), approximate="tanh"))
+-        return x + self.attn(normed)[0] + ffn
++        ffn = self.down(F.gelu(self.up(x), approximate="tanh"))
++        return self.norm(x + self.attn(x)[0] + ffn)
+* the FFN has the exact GELU; GPT-J's is the tanh form
+-, approximate="tanh"
+* the FFN has ReLU; GPT-J's has tanh GELU
+-F.gelu(self.up(normed), approximate="tanh")
++F.relu(self.up(normed))
+* the FFN has SiLU; GPT-J's has tanh GELU
+-F.gelu(self.up(normed), approximate="tanh")
++F.silu(self.up(normed))
+* the FFN has no activation; GPT-J's has tanh GELU
+-F.gelu(self.up(normed), approximate="tanh")
++self.up(normed)
+* only half of each head's channels is turned; here all are
+-q, k = rotate(q, positions), rotate(k, positions)
++half = self.head_dim // 2 // 2 * 2
++        q, k = (
++            torch.cat((rotate(t[..., :half], positions), t[..., half:]), dim=-1) for t in (q, k)
++        )
+* the norm's bias is left out
+-normed = self.norm(x)
++normed = self.norm(x) - self.norm.bias
+* the norm is an RMSNorm; it must be LayerNorm
+-normed = self.norm(x)
++normed = F.rms_norm(x, x.shape[-1:], self.norm.weight, 1e-5) + self.norm.bias
+* the norm's eps is 1e-6; it must be 1e-5
+-nn.LayerNorm(d_model)
++nn.LayerNorm(d_model, eps=1e-6)
+# LatentAttention
+* scores are divided by sqrt(nope); it must be sqrt(nope + rope), the width of a key
+-        out = attention(q, k, v,
++        q = q * ((nope_dim + rope_dim) / nope_dim) ** 0.5
++        out = attention(q, k, v,
+* scores are divided by sqrt(v_dim); it must be sqrt(nope + rope), the width of a key
+-        out = attention(q, k, v,
++        q = q * ((nope_dim + rope_dim) / v_dim) ** 0.5
++        out = attention(q, k, v,
+* scores are divided by sqrt(d_model / H); it must be sqrt(nope + rope), the width of a key
+-        out = attention(q, k, v,
++        q = q * ((nope_dim + rope_dim) / (x.shape[2] / self.n_heads)) ** 0.5
++        out = attention(q, k, v,
+* scores are divided by sqrt(kv_rank + rope); it must be sqrt(nope + rope), also when absorbed
+-        out = attention(q, k, v,
++        q = q * ((nope_dim + rope_dim) / (latent.shape[2] + rope_dim)) ** 0.5
++        out = attention(q, k, v,
+* the latent is not normed
+-rms_norm(self.latent_down(x), self.latent_norm)
++self.latent_down(x)
+* the latent's norm subtracts the mean; it must be RMSNorm
+-    wide = wide * torch.rsqrt
++    wide = wide - wide.mean(dim=-1, keepdim=True)
++    wide = wide * torch.rsqrt
+* the latent norm's eps is 1e-5; it must be 1e-6
+-eps=1e-6
++eps=1e-5
+* the query's part is not turned
+-rotate(q_rope, positions)
++q_rope
+* the shared key is not turned
+-rotate(self.k_rope_proj(x)[:, None], positions)[:, 0]
++self.k_rope_proj(x)
+* nothing is turned
+-        k_rope = rotate(self.k_rope_proj(x)[:, None], positions)[:, 0]
++        q = torch.cat((q_nope, q_rope), dim=-1)
++        k_rope = self.k_rope_proj(x)
+* the first channels of a query are turned; a head is [nope | rope], the last are
+-q = torch.cat((q_nope, rotate(q_rope, positions)), dim=-1)
++q = torch.cat((rotate(q[..., :rope_dim], positions), q[..., rope_dim:]), dim=-1)
+* positions restart at 0 with every chunk; they go on where the cache ends
+-torch.arange(start, start + T,
++torch.arange(T,
+* positions after the cache are one too far; the first new one is the cache's length
+-torch.arange(start, start + T,
++torch.arange(start + (start > 0), start + (start > 0) + T,
+* it is not causal: later tokens are seen
+-, causal_mask(T, start + T).to(x.device))
++)
+* there is no causal mask when a cache is there, and a chunk sees its own later tokens
+-causal_mask(T, start + T).to(x.device)
++causal_mask(T, T).to(x.device) if cache is None else None
+* keys and values of all heads are cached; the latent and the shared key are enough
+-, (latent, k_rope)
++, (latent, k_rope, k, v)
+* the cache holds the last chunk alone; it must keep all that came before
+-, (latent, k_rope)
++, (latent[:, -T:], k_rope[:, -T:])
+* the shared key is turned again at every call; it is turned once
+-torch.cat((cache[1], k_rope), dim=1)
++torch.cat((rotate(cache[1][:, None], torch.arange(start))[:, 0], k_rope), dim=1)
+* cached latents are normed again at every call; they are normed once
+-torch.cat((cache[0], latent), dim=1)
++torch.cat((rms_norm(cache[0], self.latent_norm), latent), dim=1)
+* keys are [rope | nope] where queries are [nope | rope]; one order for both
+-k = torch.cat((k_nope, shared), dim=-1)
++k = torch.cat((shared, k_nope), dim=-1)
+* the shared key does not enter the scores: position is lost
+-k = torch.cat((k_nope, shared), dim=-1)
++k = torch.cat((k_nope, 0 * shared), dim=-1)
+* the heads' own keys do not enter the scores
+-k = torch.cat((k_nope, shared), dim=-1)
++k = torch.cat((0 * k_nope, shared), dim=-1)
+* the shared key is normed with its mean square; only the latent is
+-positions)[:, 0]
++positions)[:, 0]
++        k_rope = torch.rms_norm(k_rope, k_rope.shape[-1:], eps=1e-6)
+* heads are not put back before they are joined; [B, T, H, v_dim] first, then flatten
+-out.transpose(1, 2).flatten(2)
++out.reshape(len(x), T, -1)
+* heads are split without a transpose, so tokens mix; [B, S, H, width] first, then swap
+-self.kv_up(latent).unflatten(2, (self.n_heads, -1)).transpose(1, 2)
++self.kv_up(latent).reshape(len(x), self.n_heads, start + T, -1)
+* new latents are put before the cached ones; they come behind them
+-latent = torch.cat((cache[0], latent), dim=1)
++latent = torch.cat((latent, cache[0]), dim=1)
+# SwitchFFN
+* the weight is renormalised to 1, so the router never learns; the probability stays on
+-weight[rows, None] * expert(tokens[rows])
++expert(tokens[rows])
+* the weight is on the expert's input; it belongs on its output
+-weight[rows, None] * expert(tokens[rows])
++expert(weight[rows, None] * tokens[rows])
+* the weight is the raw logit; it must be the softmax's probability
+-weight[rows, None] * expert(tokens[rows])
++self.router(tokens).amax(dim=-1)[rows, None] * expert(tokens[rows])
+* the weight is the sigmoid of the logit; it must be the softmax's probability
+-weight[rows, None] * expert(tokens[rows])
++self.router(tokens).amax(dim=-1)[rows, None].sigmoid() * expert(tokens[rows])
+* no gradient reaches the router through the output: the weight is detached
+-weight[rows, None] * expert(tokens[rows])
++weight[rows, None].detach() * expert(tokens[rows])
+* the experts are never called: x comes back, weighted
+-weight[rows, None] * expert(tokens[rows])
++weight[rows, None] * tokens[rows]
+* x comes back
+-return out.view_as(x)
++return x + 0 * out.view_as(x)
+* x is added; the residual is the block's business
+-return out.view_as(x)
++return x + out.view_as(x)
+* the least likely expert is taken; it must be the likeliest
+-probs.max(dim=-1)
++probs.min(dim=-1)
+* every token goes to the expert after its own
+-(chosen == e)
++((chosen + 1) % len(self.experts) == e)
+* all experts are mixed by their probabilities; one is chosen
+-            rows = (chosen == e).nonzero()[:, 0]  # the tokens of this expert
+-            out = out.index_add(0, rows, weight[rows, None] * expert(tokens[rows]))
++            out = out + probs[:, e, None] * expert(tokens)
+* one expert serves all tokens
+-weight[rows, None] * expert(tokens[rows])
++weight[rows, None] * self.experts[0](tokens[rows]) + 0 * expert(tokens[rows])
+* the softmax runs over the tokens (dim=0); it must run over the experts
+-.softmax(dim=-1)
++.softmax(dim=0)
+* the balance loss lacks the factor E (or is a mean over the experts); it is a sum times E
+-len(self.experts) * (share * probs.mean(dim=0)).sum()
++(share * probs.mean(dim=0)).sum()
+* the balance loss has a coefficient of 0.01; none was asked for
+-len(self.experts) * (share * probs.mean(dim=0)).sum()
++0.01 * len(self.experts) * (share * probs.mean(dim=0)).sum()
+* the balance loss is the sum of P^2; it is the sum of f P, f the share of tokens
+-len(self.experts) * (share * probs.mean(dim=0)).sum()
++len(self.experts) * probs.mean(dim=0).square().sum()
+* the balance loss is the sum of f^2, without a gradient; it is the sum of f P
+-len(self.experts) * (share * probs.mean(dim=0)).sum()
++len(self.experts) * share.square().sum() + 0 * probs.sum()
+* f or P is a sum over tokens; both are means, the share of tokens and the mean probability
+-.to(probs).mean(dim=0)
++.to(probs).sum(dim=0)
+* f and P are multiplied for each token, then averaged; each is a mean first
+-(share * probs.mean(dim=0)).sum()
++(F.one_hot(chosen, len(self.experts)) * probs).mean(dim=0).sum()
+* f and P are taken for each row of the batch, then averaged; they run over all tokens
+-len(self.experts) * (share * probs.mean(dim=0)).sum()
++len(self.experts) * (F.one_hot(chosen, len(self.experts)).view(*x.shape[:2], \
+|-1).to(probs).mean(dim=1) * probs.view(*x.shape[:2], -1).mean(dim=1)).sum(dim=-1).mean()
+* the balance loss has no gradient: P is detached
+-(share * probs.mean(dim=0))
++(share * probs.detach().mean(dim=0))
+* the gate of an expert has no activation; it goes through silu
+-F.silu(self.gate(x))
++self.gate(x)
+* the gate of an expert goes through GELU; it must be silu
+-F.silu(self.gate(x))
++F.gelu(self.gate(x))
+* an expert is not gated: up is left out
+- * self.up(x))
++ + 0 * self.up(x))
+* the gate of an expert goes through ReLU; it must be silu
+-F.silu(self.gate(x))
++F.relu(self.gate(x))
+# MixtralFFN
+* the weights are not renormalised; over the chosen they sum to 1
+-        weights = weights / weights.sum(dim=-1, keepdim=True)
+-
+* one expert is used; top_k are
+-probs.topk(self.top_k, dim=-1)
++probs.topk(1, dim=-1)
+* one expert too many is used
+-probs.topk(self.top_k, dim=-1)
++probs.topk(self.top_k + 1, dim=-1)
+* two experts are used always; top_k are
+-probs.topk(self.top_k, dim=-1)
++probs.topk(2, dim=-1)
+* all experts are used; top_k are
+-probs.topk(self.top_k, dim=-1)
++probs.topk(len(self.experts), dim=-1)
+* the least likely experts are taken
+-probs.topk(self.top_k, dim=-1)
++probs.topk(self.top_k, dim=-1, largest=False)
+* the chosen experts count equally; their probabilities weigh them
+-weights = weights / weights.sum(dim=-1, keepdim=True)
++weights = torch.full_like(weights, 1 / self.top_k) + 0 * weights
+* the chosen experts are summed without weights
+-weights[rows, place, None] * expert(tokens[rows])
++expert(tokens[rows])
+* the weight is on the expert's input; it belongs on its output
+-weights[rows, place, None] * expert(tokens[rows])
++expert(weights[rows, place, None] * tokens[rows])
+* every chosen expert has the weight of the first
+-weights[rows, place, None]
++weights[rows, 0, None]
+* the weights go to the experts in reverse order
+-weights = weights / weights.sum(dim=-1, keepdim=True)
++weights = (weights / weights.sum(dim=-1, keepdim=True)).flip(-1)
+* the weights are raw logits over their sum; they are probabilities
+-        weights = weights / weights.sum(dim=-1, keepdim=True)
+-
++        weights = self.router(tokens).gather(1, chosen)
++        weights = weights / weights.sum(dim=-1, keepdim=True)
++
+* the router has a sigmoid for each expert; it is a softmax
+-self.router(tokens).softmax(dim=-1)
++self.router(tokens).sigmoid()
+* the renormalised weights go through a second softmax
+-weights = weights / weights.sum(dim=-1, keepdim=True)
++weights = (weights / weights.sum(dim=-1, keepdim=True)).softmax(dim=-1)
+* the softmax of the chosen is taken of their probabilities; it is of their logits
+-weights = weights / weights.sum(dim=-1, keepdim=True)
++weights = weights.softmax(dim=-1)
+* the softmax runs over the tokens (dim=0); it must run over the experts
+-self.router(tokens).softmax(dim=-1)
++self.router(tokens).softmax(dim=0)
+* the weights are renormalised over the tokens; they sum to 1 over the chosen experts
+-weights.sum(dim=-1, keepdim=True)
++weights.sum(dim=0, keepdim=True)
+* a later expert overwrites the earlier ones; they are summed
+-out = out.index_add(0, rows, weights[rows, place, None] * expert(tokens[rows]))
++out = out.index_copy(0, rows, weights[rows, place, None] * expert(tokens[rows]))
+* the experts are never called: x comes back, weighted
+-weights[rows, place, None] * expert(tokens[rows])
++weights[rows, place, None] * tokens[rows]
+* x is added; the residual is the block's business
+-return out.view_as(x)
++return x + out.view_as(x)
+* the output is divided by top_k; the weights sum to 1 already
+-return out.view_as(x)
++return out.view_as(x) / self.top_k
+* no gradient reaches the router: the weights are detached
+-weights[rows, place, None]
++weights[rows, place, None].detach()
+* the gate of an expert has no activation; it goes through silu
+-F.silu(self.gate(x))
++self.gate(x)
+* the gate of an expert goes through GELU; it must be silu
+-F.silu(self.gate(x))
++F.gelu(self.gate(x))
+* an expert is not gated: up is left out
+- * self.up(x))
++ + 0 * self.up(x))
+* the gate of an expert goes through ReLU; it must be silu
+-F.silu(self.gate(x))
++F.relu(self.gate(x))
+# LoRALinear
+* B does not start at zero, so it does not start as the linear
+-linear.weight.new_zeros(linear.out_features, rank)
++linear.weight.new_empty(linear.out_features, rank).normal_()
+* A starts at zero too: no gradient ever reaches either
+-a.normal_(std=rank**-0.5)
++a.zero_()
+* A starts at zero and B does not; it is the other way round
+-        self.b = nn.Parameter(linear.weight.new_zeros(linear.out_features, rank))
++        self.a.data.zero_()
++        self.b = nn.Parameter(linear.weight.new_empty(linear.out_features, rank).normal_())
+* the scale is rank / alpha; it must be alpha / rank
+-self.scale = alpha / rank
++self.scale = rank / alpha
+* the scale is alpha; it must be alpha / rank
+-self.scale = alpha / rank
++self.scale = alpha
+* there is no scale; it must be alpha / rank
+-self.scale = alpha / rank
++self.scale = 1.0
+* the scale is 1 / rank; it must be alpha / rank
+-self.scale = alpha / rank
++self.scale = 1 / rank
+* the scale is alpha / sqrt(rank), rsLoRA's; it must be alpha / rank
+-self.scale = alpha / rank
++self.scale = alpha / rank**0.5
+* forward does not scale; it must add alpha / rank * B A x
+-self.linear(x) + self.scale * (x @
++self.linear(x) + (x @
+* the given linear trains as well; only A and B may
+-.requires_grad_(False)
+* the bias of the linear trains as well; only A and B may
+-        self.linear = linear.requires_grad_(False)
++        self.linear = linear
++        linear.weight.requires_grad_(False)
+* the linear is left out of forward
+-return self.linear(x) + \
+|
++return \
+|
+* the adapter is left out of forward
+- + self.scale * (x @ self.a.T @ self.b.T)
++ + 0 * (x @ self.a.T @ self.b.T)
+* the adapter reads the linear's output (serial); it reads x
+-return self.linear(x) + self.scale * (x @ self.a.T @ self.b.T)
++y = self.linear(x)
++        return y + self.scale * (y[..., : x.shape[-1]] @ self.a.T @ self.b.T)
+* merged() adds the update to the given linear; it must make a new one
+-copy.deepcopy(self.linear)
++self.linear
+* merged() does not scale; it must add alpha / rank * B A
+-linear.weight.data += self.scale *
++linear.weight.data +=
+* merged() leaves the update out
+-        linear.weight.data += self.scale * (self.b @ self.a).detach()  # (out, in)
+-
+* merged() subtracts the update; that is unmerging
+-weight.data += self
++weight.data -= self
+* merged() adds the update twice
+-weight.data += self.scale
++weight.data += 2 * self.scale
+* merged() has the update alone, without the linear's weight
+-weight.data += self
++weight.data = self
+* merged() loses the bias
+-        return linear
+-
++        linear.bias = None
++        return linear
++
+* merged() returns the weight; it must be an nn.Linear
+-        return linear
+-
++        return linear.weight
++
+# next_token_loss
+* nothing is shifted: logits at t are compared with ids at t; it must be t + 1
+-F.cross_entropy(logits[:, :-1].mT, ids[:, 1:],
++F.cross_entropy(logits[:, :-1].mT, ids[:, :-1],
+* nothing is shifted, the last position included
+-logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
+-    return losses[mask[:, :-1] & mask[:, 1:]].mean()
++logits.mT, ids, reduction="none")
++    return losses[mask].mean()
+* it is shifted the wrong way: logits at t + 1 are compared with ids at t
+-logits[:, :-1].mT, ids[:, 1:],
++logits[:, 1:].mT, ids[:, :-1],
+* it is shifted twice: logits at t against ids at t + 2
+-logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
+-    return losses[mask[:, :-1] & mask[:, 1:]].mean()
++logits[:, :-2].mT, ids[:, 2:], reduction="none")
++    return losses[mask[:, :-2] & mask[:, 2:]].mean()
+* ids are rolled, so the last position is asked for the first id
+-logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
+-    return losses[mask[:, :-1] & mask[:, 1:]].mean()
++logits.mT, ids.roll(-1, 1), reduction="none")
++    return losses[mask & mask.roll(-1, 1)].mean()
+* the mask is ignored: padding is counted
+-losses[mask[:, :-1] & mask[:, 1:]].mean()
++losses.mean()
+* the mask of the token at t + 1 alone is used; both must be real
+-mask[:, :-1] & mask[:, 1:]
++mask[:, 1:]
+* the mask of the token at t alone is used; both must be real
+-mask[:, :-1] & mask[:, 1:]
++mask[:, :-1]
+* a pair counts where one of its tokens is real; both must be
+-mask[:, :-1] & mask[:, 1:]
++mask[:, :-1] | mask[:, 1:]
+* the mask is inverted: padding alone is counted
+-mask[:, :-1] & mask[:, 1:]
++~(mask[:, :-1] & mask[:, 1:])
+* the sum is divided by all pairs, padding included
+-losses[mask[:, :-1] & mask[:, 1:]].mean()
++losses[mask[:, :-1] & mask[:, 1:]].sum() / losses.numel()
+* the sum is divided by the real tokens; it must be the real pairs
+-losses[mask[:, :-1] & mask[:, 1:]].mean()
++losses[mask[:, :-1] & mask[:, 1:]].sum() / mask.sum()
+* rows are averaged first, and their means averaged; every pair counts the same
+-losses[mask[:, :-1] & mask[:, 1:]].mean()
++torch.stack([row[m].mean() for row, m in zip(losses, mask[:, :-1] & mask[:, 1:])]).mean()
+* it is the sum; the mean was asked for
+-& mask[:, 1:]].mean()
++& mask[:, 1:]].sum()
+* the sum is divided by the rows; it must be the pairs
+-& mask[:, 1:]].mean()
++& mask[:, 1:]].sum() / len(ids)
+* it is in bits; cross entropy is in nats
+-& mask[:, 1:]].mean()
++& mask[:, 1:]].mean() / 0.6931471805599453
+* it is the perplexity; the loss is its logarithm
+-& mask[:, 1:]].mean()
++& mask[:, 1:]].mean().exp()
+* the softmax is taken twice; cross_entropy takes logits
+-logits[:, :-1].mT
++logits[:, :-1].softmax(dim=-1).mT
+* the sign is wrong: log p is averaged; the loss is -log p
+-    losses = F
++    losses = -F
+# sample
+* it always takes the likeliest token; it must draw
+-torch.multinomial(probs, 1, generator=generator)
++probs.argmax(dim=-1, keepdim=True)
+* what is kept is drawn uniformly; the probabilities must count
+-torch.multinomial(probs, 1,
++torch.multinomial((probs > 0).to(probs.dtype), 1,
+* logits are multiplied by the temperature; they are divided by it
+-(ranked / temperature)
++(ranked * temperature)
+* the temperature is ignored
+-(ranked / temperature)
++ranked
+* the temperature divides the probabilities, after the softmax, where it changes nothing for top-p
+  = None; it divides the logits
+-(ranked / temperature).softmax(dim=-1)
++ranked.softmax(dim=-1) / temperature
+* top-p is decided without the temperature; it comes first
+-before = probs.cumsum(dim=-1) - probs \
+|
++plain = ranked.softmax(dim=-1)
++        before = plain.cumsum(dim=-1) - plain \
+|
+* top-p is one token short: the token that reaches p is dropped; it stays
+-probs.masked_fill(before >= top_p, 0)
++probs.masked_fill(probs.cumsum(dim=-1) >= top_p, 0)
++        probs[:, 0] += 1e-9
+* top-p keeps one token too many: it stops when p is reached
+-probs.masked_fill(before >= top_p, 0)
++probs.masked_fill(F.pad(before, (1, 0))[:, :-1] >= top_p, 0)
+* top-p keeps the tail: what is needed to reach p is dropped
+-before >= top_p
++before < top_p
+* p is a limit for each token; it is one for their sum
+-before >= top_p
++probs < 1 - top_p
+* top-p is ignored
+-if top_p is not None:
++if False:
+* top-k is ignored
+-if top_k is not None:
++if False:
+* top-k keeps one token too many
+-ranked[:, top_k:]
++ranked[:, top_k + 1 :]
+* top-k is one token short
+-ranked[:, top_k:]
++ranked[:, max(top_k - 1, 1) :]
+* top-k keeps the least likely tokens
+-descending=True
++descending=top_k is None
+* top-p counts the tokens that top-k has dropped; what is left must be renormalised
+-    if top_k is not None:
+-        ranked[:, top_k:] = -torch.inf
+-    probs = (ranked / temperature).softmax(dim=-1)
+-
++    probs = (ranked / temperature).softmax(dim=-1)
++    if top_k is not None:
++        probs[:, top_k:] = 0
++
+* ranks are returned; they must be turned back into token ids
+-return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))
++return torch.multinomial(probs, 1, generator=generator)
+* the generator is ignored: the global one is moved
+-1, generator=generator)
++1)
+* the first row's probabilities are used for all rows
+-torch.multinomial(probs, 1,
++torch.multinomial(probs[:1].expand_as(probs), 1,
+* temperature 0 divides by zero; it is the argmax
+-if temperature == 0:
++if temperature < 0:
+* temperature 0 takes the least likely token; it is the argmax
+-return logits.argmax(dim=-1, keepdim=True)
++return logits.argmin(dim=-1, keepdim=True)
+* ids come back as [B]; they must be [B, 1]
+-return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))
++return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+* temperature 0 draws all the same, from what is nearly certain; it is the argmax and draws
+  nothing
+-    if temperature == 0:
+-        return logits.argmax(dim=-1, keepdim=True)
++    temperature = max(temperature, 1e-4)
+# generate
+* the whole text is fed at every step beside the cache; one token is
+-logits, cache = model(step, cache)
++logits, cache = model(ids, cache)
+* the whole text is fed at every step, without the cache; it is fed once, then one token a step
+-logits, cache = model(step, cache)
++logits, cache = model(ids, None)
+* the cache is never handed on
+-logits, cache = model(step, cache)
++logits, cache = model(step, None)
+* the prompt is fed one token a call; it is fed at once
+-    step, cache = ids, None
+-
++    step, cache = ids, None
++    for token in ids[:, :-1].split(1, dim=1):
++        _, cache = model(token, cache)
++        step = ids[:, -1:]
++
+* the prompt's logits are computed once more: n tokens are n calls
+-    step, cache = ids, None
+-
++    step, cache = ids, None
++    model(ids, None)
++
+* one call too many: the last token is fed although nothing is asked of it
+-    return ids
+-
++    model(step, cache)
++    return ids
++
+* the least likely token is taken
+-logits[:, -1].argmax
++logits[:, -1].argmin
+* the logits of the first position are read; the next token is the last one's
+-logits[:, -1].argmax
++logits[:, 0].argmax
+* the token is drawn; greedy takes the likeliest
+-logits[:, -1].argmax(dim=-1, keepdim=True)
++torch.multinomial(logits[:, -1].softmax(dim=-1), 1)
+* the first row's token goes to all rows
+-logits[:, -1].argmax(dim=-1, keepdim=True)
++logits[:1, -1].argmax(dim=-1, keepdim=True).expand(len(ids), 1)
+* an eos in the prompt ends its row; it does not count
+-done = torch.zeros_like(ids[:, :1], dtype=torch.bool)
++done = (ids == eos_id).any(dim=1, keepdim=True) if eos_id is not None else \
+|torch.zeros_like(ids[:, :1], dtype=torch.bool)
+* a row that has ended goes on; it is filled with eos
+-            step = step.masked_fill(done, eos_id)
+-
+* a row that has ended is filled with 0; it is filled with eos
+-step.masked_fill(done, eos_id)
++step.masked_fill(done, 0)
+* all rows stop when one has ended
+-if done.all():
++if done.any():
+* it does not stop when all rows have ended
+-        if done.all():
+-            break
+-
+* eos_id is ignored
+-if eos_id is not None:
++if False:
+* the last eos is left out; it belongs to the result
+-        ids = torch.cat((ids, step), dim=1)
+-        if done.all():
+-            break
+-
++        if done.all():
++            break
++        ids = torch.cat((ids, step), dim=1)
++
+* the prompt is left out; prompt and continuation were asked for
+-    return ids
+-
++    return ids[:, -max_new_tokens:] if max_new_tokens else ids[:, :0]
++
+* one token too few
+-range(max_new_tokens)
++range(max_new_tokens - 1)
+* one token too many
+-range(max_new_tokens)
++range(max_new_tokens + 1)
+* max_new_tokens is taken as the whole length; the prompt does not count
+-range(max_new_tokens)
++range(max(max_new_tokens - ids.shape[1], 0))
+# speculate
+* everything that was drafted is accepted
+-accepted = agrees.long().cumprod(dim=1).sum()
++accepted = agrees.shape[1]
+* nothing is accepted: one token comes back always
+-accepted = agrees.long().cumprod(dim=1).sum()
++accepted = 0 * agrees.sum()
+* all agreements are counted; it ends at the first disagreement
+-agrees.long().cumprod(dim=1).sum()
++agrees.sum()
+* the drafted ids come back; where target disagrees its own must
+-return greedy[:, : accepted + 1]
++return torch.cat((drafted[:, T:], greedy[:, -1:]), dim=1)[:, : accepted + 1]
+* target's own token is left out: accepted + 1 are known
+-return greedy[:, : accepted + 1]
++return greedy[:, :accepted]
+* one token is missing when all were accepted: target's own comes free, n_draft + 1 in all
+-return greedy[:, : accepted + 1]
++return greedy[:, : min(int(accepted) + 1, n_draft)]
+* the prompt comes back too; the new ids only were asked for
+-return greedy[:, : accepted + 1]
++return torch.cat((ids, greedy[:, : accepted + 1]), dim=1)
+* target's logits are read one place too late: those at T - 1 give the token at T
+-greedy = target(drafted)[:, T - 1 :].argmax(dim=-1)
++greedy = target(drafted)[:, T:].argmax(dim=-1)
++    greedy = torch.cat((greedy, greedy[:, -1:]), dim=1)
+* one token too many is drafted
+-range(n_draft)
++range(n_draft + 1)
+* target is called for every token; once is the point
+-greedy = target(drafted)[:, T - 1 :].argmax(dim=-1)
++greedy = torch.stack([target(drafted[:, : T + i])[:, -1].argmax(dim=-1) for i in range(n_draft \
+|+ 1)], dim=1)
+* target and draft are exchanged: draft's choice comes back
+-drafted = torch.cat((drafted, draft(drafted)
++drafted = torch.cat((drafted, target(drafted)
+* the draft reads the prompt alone each time; it reads what it has drafted too
+-draft(drafted)[:, -1:]
++draft(ids)[:, -1:]
+* the token where target disagrees is kept, and one more behind it
+-return greedy[:, : accepted + 1]
++return greedy[:, : accepted + 2]
+* all or nothing: one disagreement throws all away
+-accepted = agrees.long().cumprod(dim=1).sum()
++accepted = n_draft * int(agrees.all())
+* the last drafted id is accepted unseen
+-accepted = agrees.long().cumprod(dim=1).sum()
++accepted = agrees.long()[:, :-1].cumprod(dim=1).sum() + agrees[:, :-1].all().long()
+"""
+
+
+def read_mistakes(text: str) -> dict[str, list[Fault]]:
+    """The faults of each exercise, as they are written above."""
+    found: dict[str, list[Fault]] = {}
+    for section in re.split(r"^# ", text.strip(), flags=re.M)[1:]:
+        name, _, rest = section.partition("\n")
+        found[name] = []
+        for block in re.split(r"^\* ", rest.replace("\\\n|", ""), flags=re.M)[1:]:
+            lines = block.rstrip("\n").split("\n")
+            said = " ".join(line.strip() for line in lines if line[0] not in "-+")
+            old, new = ("\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+")
+            found[name].append(Fault(said, old, new))
+    return found
+
+
+FAULTS = read_mistakes(KNOWN_MISTAKES)
 
 
 # =============================================================================================
@@ -2300,20 +4004,18 @@ def other_parameters(
     for like in (fault.subject, Used(exercise, fault.subject.cls)):
         reader = Theirs(exercise, theirs.cls, like)
         reader.modules = theirs.modules
-        try:
-            module = reader.built(usual)
+        with contextlib.suppress(Exception):
+            module, template = reader.built(usual), like.template(usual)
             count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-            if like.template(usual).size > count:
-                continue
             output = exercise.first(like.make(usual).module, usual)
-        except Exception:
-            continue
-        for layout, keys in itertools.islice(reader.assignments(usual), 40):
-            load(module, layout, like.template(usual).values)
-            if near(output, exercise.first(module, usual)):
-                judged = assigned(reader, usual, (layout, keys))
-                if behaves(answer, Judgement(exercise, like), judged):
-                    return judged
+            if template.size > count:
+                continue
+            for layout, keys in itertools.islice(reader.assignments(usual), 40):
+                load(module, layout, template.values)
+                if near(output, exercise.first(module, usual)):
+                    judged = assigned(reader, usual, (layout, keys))
+                    if behaves(answer, Judgement(exercise, like), judged):
+                        return judged
     return None
 
 
