@@ -68,8 +68,16 @@ def card(height: float) -> Figure:
     frame = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
     frame.axis("off")
     frame.add_patch(
-        FancyBboxPatch((2, 2), WIDTH - 4, height - 4, fc=CARD, ec=PALE, lw=1,
-                       boxstyle="round,pad=0,rounding_size=6", clip_on=False)  # fmt: skip
+        FancyBboxPatch(
+            (2, 2),
+            WIDTH - 4,
+            height - 4,
+            fc=CARD,
+            ec=PALE,
+            lw=1,
+            boxstyle="round,pad=0,rounding_size=6",
+            clip_on=False,
+        )  # fmt: skip
     )
     return figure
 
@@ -132,13 +140,23 @@ def cells(ax: Axes, x: float, y: float, width: float, height: float, levels: Ten
         top, bottom = y + row * height + gap, y + (row + 1) * height - gap
         for level, run in itertools.groupby(range(len(line)), line.__getitem__):
             columns = list(run)
-            for start, *_, end in [[*columns, columns[-1]]] if not gap else [[c, c] for c in columns]:
+            for start, *_, end in (
+                [[*columns, columns[-1]]] if not gap else [[c, c] for c in columns]
+            ):
                 left, right = x + start * width + gap, x + (end + 1) * width - gap
-                vertices[level] += [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+                vertices[level] += [
+                    (left, top),
+                    (right, top),
+                    (right, bottom),
+                    (left, bottom),
+                    (left, top),
+                ]
     for level, corners in vertices.items():
         codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * (len(corners) // 5)
         if corners:
-            ax.add_patch(PathPatch(Outline(corners, codes), fc=colors[level], ec="none", clip_on=False))
+            ax.add_patch(
+                PathPatch(Outline(corners, codes), fc=colors[level], ec="none", clip_on=False)
+            )
 
 
 # =============================================================================================
@@ -393,7 +411,7 @@ def modern_block() -> Figure:
     shapes: dict[str, str] = {}
 
     def note(name: str, *shape: int) -> None:
-        shapes[name] = "[" + ",".join(names.get(size, "?") for size in shape) + "]"
+        shapes[name] = spell(shape, names)
 
     def hook(name: str, part: nn.Module, args: tuple, out: Tensor) -> None:
         note(f"{name} in", *args[0].shape), note(name, *out.shape)
@@ -426,9 +444,9 @@ def modern_block() -> Figure:
            for p, x in (("q", 104), ("k", 212), ("v", 320))},
         "rotate q": step(104, 3, "split, rotate", "rotate q"),
         "rotate k": step(212, 3, "split, rotate", "rotate k"),
-        "cache": step(266, 4, "cache: all keys and values", "cache k", PURPLE, 206),
-        "scores": step(158, 5, "scores, causal, softmax", "scores", BLUE, 150),
-        "sum": step(239, 6, "weighted sum of values", "sum", BLUE, 200),
+        "cache": step(248, 4, "cache: all keys, all values", "cache k", PURPLE, 244),
+        "scores": step(160, 5, "scores, causal, softmax", "scores", BLUE, 170),
+        "sum": step(262, 6, "weighted sum of values", "sum", BLUE, 214),
         "o_proj": step(212, 7, "join heads, o_proj", "attn.o_proj", BLUE, 130),
         "+1": step(24, 8, "", None),
         "norm2": step(212, 9, "norm2", "norm2", GREEN),
@@ -454,7 +472,9 @@ def modern_block() -> Figure:
 def visible(keep: Tensor) -> Tensor:
     """Which keys [T, S] each query's output depends on: attend over one-hot values."""
     T, S = keep.shape
-    weights = tb.attend(torch.zeros(1, 1, T, 1), torch.zeros(1, 1, S, 1), torch.eye(S)[None, None], keep)
+    weights = tb.attend(
+        torch.zeros(1, 1, T, 1), torch.zeros(1, 1, S, 1), torch.eye(S)[None, None], keep
+    )
     return (weights[0, 0] > 0).long()
 
 
@@ -509,7 +529,11 @@ def kv_sharing() -> Figure:
         latent = isinstance(attn, tb.MultiHeadLatentAttention)
         tables = dict(zip(("cos", "sin"), tb.build_rope_cache(4, d_h // 2))) if latent else {}
         cache, attend = tb.KVCache(), Mock(wraps=tb.attend)
-        with torch.no_grad(), patch.object(tb, "attend", attend), patch.object(attn, "attend", attend, create=True):
+        with (
+            torch.no_grad(),
+            patch.object(tb, "attend", attend),
+            patch.object(attn, "attend", attend, create=True),
+        ):
             for length in (3, 1):
                 attn(torch.randn(1, length, d_model), causal=True, kv_cache=cache, **tables)
         read = heads_read(*attend.call_args.args[:3])
@@ -575,37 +599,88 @@ def rope() -> Figure:
 
 def mla() -> Figure:
     """One decoding step of DeepSeek-V3's attention in both forms, and what each multiplies."""
-    S, flops, inputs = 4096, {}, {}
+    S, flops, seen = 4096, {}, {}
     with torch.device("meta"), torch.no_grad():
         attn = tb.MultiHeadLatentAttention(7168, 128, q_rank=1536, kv_rank=512, rope_dim=64,
                                            nope_dim=128, v_dim=128)  # fmt: skip
         tables = dict(zip(("cos", "sin"), tb.build_rope_cache(S + 1, 64)))
         for form in ("expanded", "absorbed"):
-            spy = Mock(side_effect=getattr(attn, form))
+            spy, cache = Mock(side_effect=getattr(attn, form)), tb.KVCache()
             with patch.multiple(attn, expanded=spy, absorbed=spy):
-                cache = tb.KVCache()
                 for length in (S, 1):
                     attn(torch.randn(1, length, 7168), causal=True, kv_cache=cache, **tables)
-            for length, call in zip((S, 1), spy.call_args_list):
-                with FlopCounterMode(display=False) as counter, patch.object(tb, "attend", wraps=tb.attend) as attend:
-                    out = getattr(attn, form)(*call.args)
-                flops[form, length] = counter.get_total_flops()
-            q_nope, q_rope = call.args[:2]
-            q, k, v = attend.call_args.args[:3]
-            widths[form] = [q.shape[-1], k.shape[-1], v.shape[-1], k.shape[1], q_nope.shape[-1], q_rope.shape[-1], out.shape[-1]]
-    H = attn.o_proj.in_features // attn.v_dim
-    (q, k, v, G, *_), (q2, k2, v2, G2, nope, rotated, out) = widths["expanded"], widths["absorbed"]
+            for work, call in zip(("prefill", "step"), spy.call_args_list):
+                with patch.object(tb, "attend", wraps=tb.attend) as attend:
+                    with FlopCounterMode(display=False) as counter:
+                        getattr(attn, form)(*call.args)
+                flops[work, form] = counter.get_total_flops() / 1e9
+            seen[form] = attend.call_args.args[:3]  # q, k, v of the step
+    figure, ax = sheet(410)
+    write(ax, 98, 20, "expanded", 10.5, weight="bold")
+    write(ax, 292, 20, "absorbed", 10.5, weight="bold")
+    H, latent, key = seen["absorbed"][0].shape[1], attn.kv_rank, attn.rope_dim
+
+    def attention(x: float, form: str) -> Step:
+        q, k, v = seen[form]
+        heads, widths = k.shape[1], f"q {q.shape[-1]}, k {k.shape[-1]}, v {v.shape[-1]}"
+        return Step(
+            x, 160, f"attend: {heads} KV head{'s'[: heads - 1]}\n{widths}", BLUE, 170, 36, 10
+        )
+
     steps = {
-        "cache": Step(195, 54, f"cache, a token: latent {attn.kv_rank} and key {attn.rope_dim}", PURPLE, 366, 22, 10),
-        "up": Step(98, 100, f"kv_up, all S tokens\n{G} × ({k - rotated} + {v})", ORANGE, 168, 33, 10),
-        "q": Step(292, 100, f"q, keys' half of kv_up\n{H} × ({nope} → {attn.kv_rank})", ORANGE, 168, 33, 10),
-        "attend": Step(98, 150, f"attend, {G} KV heads\nq {q}, k {k}, v {v}", BLUE, 168, 33, 10),
-        "attend2": Step(292, 150, f"attend, {G2} KV head\nq {q2}, k {k2}, v {v2}", BLUE, 168, 33, 10),
-        "down": Step(292, 200, f"values' half of kv_up\n{H} × ({v2} → {out})", ORANGE, 168, 33, 10),
-        "out": Step(98, 200, f"out, {H} × {out}", None),
-        "out2": Step(292, 240, f"out, {H} × {out}", None),
+        "cache": Step(
+            195, 50, f"cache, a token: latent {latent}, rotated key {key}", PURPLE, 364, 24, 10
+        ),
+        "up": Step(
+            98,
+            104,
+            f"kv_up of all S tokens\n{H} × ({attn.nope_dim} + {attn.v_dim})",
+            ORANGE,
+            170,
+            36,
+            10,
+        ),
+        "query": Step(
+            278,
+            104,
+            f"q, by kv_up's keys\n{H} × ({attn.nope_dim} to {latent})",
+            ORANGE,
+            140,
+            36,
+            10,
+        ),
+        "expanded": attention(98, "expanded"),
+        "absorbed": attention(293, "absorbed"),
+        "down": Step(
+            293,
+            216,
+            f"out, by kv_up's values\n{H} × ({latent} to {attn.v_dim})",
+            ORANGE,
+            170,
+            36,
+            10,
+        ),
+        "o_proj": Step(195, 266, "o_proj", BLUE, 364, 24, 10),
     }
-    ...
+    draw_flow(ax, steps, [("cache", "up"), ("up", "expanded"), ("query", "absorbed"),
+                          ("absorbed", "down"), ("expanded", "o_proj"), ("down", "o_proj")])  # fmt: skip
+    wire(ax, (363, 62), (363, 142))
+    named = {f"{work}, {form}": flops[work, form] for work, form in sorted(flops, reverse=True)}
+    bars(chart(figure, 124, 308, 200, 84), named, [ORANGE, BLUE] * 2)
+    write(ax, 195, 296, f"GFLOP of a layer at S = {S:,}, log scale", 10)
+    return figure
+
+
+def bars(ax: Axes, values: dict[str, float], colors: list[str], log: bool = True) -> None:
+    """Labelled horizontal bars, the first on top."""
+    ax.barh(list(values), list(values.values()), color=colors, log=log, height=0.7)
+    for row, value in enumerate(values.values()):
+        ax.annotate(f"{value:,.0f}" if value >= 100 else f"{value:.3g}", (value, row), (4, 0),
+                    textcoords="offset points", va="center")  # fmt: skip
+    ax.invert_yaxis()
+    ax.tick_params(left=False, bottom=False, labelbottom=False, which="both")
+    ax.spines["bottom"].set_visible(False)
+
 
 def stream_growth() -> Figure:
     """RMS of the stream after each of 64 fresh blocks, for each topology."""
@@ -619,8 +694,15 @@ def stream_growth() -> Figure:
     }
     figure = card(330)
     ax = chart(figure, 34, 44, 232, 240)
-    write(figure.axes[0], WIDTH / 2, 22, "RMS of the stream, fresh blocks, one-token inputs", 10.5, weight="bold")
-    depths = range(depth + 1)
+    write(
+        figure.axes[0],
+        WIDTH / 2,
+        22,
+        "RMS of the stream, fresh blocks, one-token inputs",
+        10.5,
+        weight="bold",
+    )
+    depths, height = range(depth + 1), math.inf
     for (name, (make, options)), color in zip(makers.items(), (PURPLE, ORANGE, BLUE, GREEN)):
         torch.manual_seed(0)
         x = torch.randn(256, 1, d_model)
@@ -630,51 +712,152 @@ def stream_growth() -> Figure:
                 x = make()(x, **options)
                 sizes.append(x.square().mean().sqrt().item())
         ax.plot(depths, sizes, color=color, lw=2)
-        ax.annotate(f"{name} {sizes[-1]:.1f}", (depth, sizes[-1]), (6, 0), color=color, va="center",
-                    textcoords="offset points", fontsize=10)
-    ax.plot(depths, [math.sqrt(1 + 2 * n) for n in depths], color=GREY, lw=1, ls="--")
+        height = min(height - 0.7, sizes[-1])  # names that would touch move apart
+        ax.annotate(f"{name} {sizes[-1]:.1f}", (depth, height), (6, 0), color=color, va="center",
+                    textcoords="offset points")  # fmt: skip
+    ax.plot(depths, [math.sqrt(1 + 2 * n) for n in depths], color=INK, lw=1.2, ls=":")
+    ax.annotate("dots: √(1 + 2l)", (34, 7.4), color=INK)
     ax.set(xlim=(0, depth), ylim=(0, 12), xticks=range(0, depth + 1, 16), xlabel="blocks")
     return figure
 
 
 def routing() -> Figure:
-    """Tokens per expert of MoEFFN before and after its router learned from the balance loss."""
-    return sheet(10)[0]
+    """Tokens per expert before and after the router has learned from the balance loss."""
+    moe, n_experts = tb.MoEFFN(32, 8, 8), 8
+    tokens = torch.randn(1024, 32) + 0.7 * torch.randn(32)  # what all share favours a few experts
+    optimizer = torch.optim.Adam(moe.router.parameters(), lr=0.01)
+    loads = {}
+    for step in range(201):
+        moe(tokens)
+        if step in (0, 200):
+            loads[f"after {step} steps on the balance loss"] = (
+                moe.tokens_per_expert,
+                moe.aux_loss.item(),
+            )
+        optimizer.zero_grad()
+        moe.aux_loss.backward()
+        optimizer.step()
+    figure = card(360)
+    for number, (title, (load, loss)) in enumerate(loads.items()):
+        ax = chart(figure, 54, 44 + 165 * number, 318, 100)
+        ax.bar(range(n_experts), load, color=BLUE if number else ORANGE, width=0.75)
+        ax.axhline(len(tokens) / n_experts, color=INK, lw=1, ls="--")
+        ax.set_title(f"{title}: {loss:.2f}", fontsize=10.5, fontweight="bold")
+        ax.set(xticks=range(n_experts), xlabel="expert", ylabel="tokens", ylim=(0, 500))
+    return figure
+
+
+def online_softmax() -> Figure:
+    """One row of scores read in tiles: running maximum, running sum, and what is shrunk between."""
+    d_h, S, tile = 4, 16, 4
+    q, k, v = 2 * torch.randn(1, d_h), torch.randn(S, d_h), torch.randn(S, 3)
+    scores = (q @ k.T)[0] * d_h**-0.5
+    largest, total, out = torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(3)
+    columns = []
+    for part, values in zip(scores.split(tile), v.split(tile)):
+        new = torch.maximum(largest, part.max())
+        shrink, weights = (largest - new).exp(), (part - new).exp()
+        total, out, largest = total * shrink + weights.sum(), out * shrink + weights @ values, new
+        columns.append((largest, shrink, total))
+    whole = tb.attend(q[None, None], k[None, None], v[None, None])[0, 0, 0]
+    torch.testing.assert_close(out / total, whole)  # the row read at once gives the same
+
+    figure, ax = sheet(300)
+    write(ax, WIDTH / 2, 20, "one row of scores in four tiles", 10.5, weight="bold")
+    plot = chart(figure, 74, 36, 304, 130)
+    colors = [color for color in (BLUE, ORANGE, GREEN, PURPLE) for _ in range(tile)]
+    plot.bar(range(S), scores, color=colors, width=0.8)
+    plot.step([tile * n - 0.5 for n in range(S // tile + 1)], [columns[0][0], *(c[0] for c in columns)],
+              color=INK, lw=1.5)  # fmt: skip
+    plot.set(xlim=(-0.5, S - 0.5), xticks=[], ylabel="score")
+    plot.spines["bottom"].set_visible(False)
+    for row, name in enumerate(("max so far", "shrink by", "sum so far")):
+        y = 194 + 28 * row
+        write(ax, 10, y, name, 10, ha="left")
+        for column, numbers in enumerate(columns):
+            write(ax, 112 + 76 * column, y, f"{numbers[row]:.2f}", 10.5)
+    write(ax, WIDTH / 2, 280, "sum = old sum × shrink + new weights", 10, GREY)
+    return figure
 
 
 def whole_model() -> Figure:
-    """Token ids to logits, with the shapes from hooks on a real forward."""
-    return sheet(10)[0]
+    """Token ids to logits, with the shapes of a real forward."""
+    names, shapes = {3: "B", 7: "T", 96: "d", 50: "V", 1: "1"}, {}
+    model = tb.DecoderOnlyLM(50)
+    parts = {"embedding": model.embedding, "final norm": model.final_norm, "logits": model}
+    parts |= {f"block {number}": block for number, block in enumerate(model.blocks)}
+    for name, part in parts.items():
+        part.register_forward_hook(
+            lambda _, args, out, name=name: shapes.update({name: spell(out.shape, names)})
+        )
+    ids = torch.randint(50, (3, 7))
+    with torch.no_grad():
+        last = spell(model(ids, last_only=True).shape, names)
+        model(ids)
+    head = "head: the embedding again" if model.lm_head is None else "head"
+    rows = {
+        "ids": ("token ids\n" + spell(ids.shape, names), PALE),
+        "embedding": ("embedding\n" + shapes["embedding"], GREEN),
+        "first": ("block 1\n" + shapes["block 0"], BLUE),
+        "dots": ("…", None),
+        "block": ("block L\n" + shapes["block 1"], BLUE),
+        "norm": ("final norm\n" + shapes["final norm"], GREEN),
+        "head": (f"{head}\n{shapes['logits']}", ORANGE),
+    }
+    steps = {name: Step(195, 34 + 50 * row, text, color, 190, 34, 10)
+             for row, (name, (text, color)) in enumerate(rows.items())}  # fmt: skip
+    steps["train"] = Step(
+        100, 392, f"training: loss on all T\n{shapes['logits']}", PALE, 170, 34, 10
+    )
+    steps["run"] = Step(290, 392, f"generating: the last one\n{last}", PALE, 170, 34, 10)
+    figure, ax = sheet(424)
+    draw_flow(ax, steps, [*itertools.pairwise(rows), ("head", "train"), ("head", "run")])
+    return figure
+
+
+def spell(shape: torch.Size, names: dict[int, str]) -> str:
+    """A shape in the letters of its sizes."""
+    return f"[{','.join(names.get(size, '?') for size in shape)}]"
 
 
 FIGURES = {figure.__name__: figure for figure in (
     topologies, modern_block, layers_2017, gpt2_llama, masks, kv_sharing, rope, mla, stream_growth,
-    routing, whole_model,
+    routing, online_softmax, whole_model,
 )}  # fmt: skip
 
 
+def svg(figure: Figure) -> str:
+    """The figure as text, without a date, in numbers as fine as the eye."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    text = re.sub(r"\d+\.\d{3,}", rounded, text.getvalue())
+    return re.sub(r" *\n *", "\n", text)
+
+
 def rounded(number: re.Match) -> str:
-    """Fine enough for the eye, and the same where another machine rounds another way."""
-    return f"{float(number[0]):.{2 if float(number[0]) >= 1 else 5}f}".rstrip("0").rstrip(".")
+    value = float(number[0])
+    return f"{value:.{2 if value >= 1 else 5}f}".rstrip("0").rstrip(".")  # scales are below 1
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("name", nargs="*", help="figures to draw, all by default")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder to write to")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="folder to write to"
+    )
     options = parser.parse_args(argv)
     unknown = set(options.name) - set(FIGURES)
     if unknown:
         parser.error(f"no figure {', '.join(sorted(unknown))}: there are {', '.join(FIGURES)}")
-    torch.set_num_threads(1)  # sums in the same order on every machine
-    with mpl.rc_context(STYLE):
-        for name in options.name or FIGURES:
-            torch.manual_seed(0)
-            text = io.StringIO()
-            FIGURES[name]().savefig(text, format="svg", metadata={"Date": None})
-            path = options.out / f"{name}.svg"
-            text = re.sub(r"\d+\.\d{3,}", rounded, text.getvalue())
-            path.write_text(re.sub(r" *\n *", "\n", text), encoding="utf-8")
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # so that another machine's rounding cannot be seen
+    try:
+        with mpl.rc_context(STYLE):
+            for name in options.name or FIGURES:
+                torch.manual_seed(0)
+                (options.out / f"{name}.svg").write_text(svg(FIGURES[name]()), encoding="utf-8")
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 if __name__ == "__main__":
