@@ -449,9 +449,9 @@ def masks() -> Card:
         "left padding": visible((at >= 3).expand(T, T), T, T, causal=True),
         "cross, S = 5": visible(None, T, 5),
     }
-    card = Card(406)
+    card = Card(414)
     for number, (title, levels) in enumerate(panels.items()):
-        left, top = 27 + number % 3 * 120, 20 + number // 3 * 128
+        left, top = 27 + number % 3 * 120, 20 + number // 3 * 132
         card.title(left + 48, title, top)
         card.cells(left, top + 12, 12, 12, levels, ["#e1e4e8", BLUE])
     card.text(16, 80, "queries", color=GREY, rotation=90)
@@ -760,12 +760,16 @@ def main(argv: list[str] | None = None) -> None:
     unknown = set(options.name) - set(figures)
     if unknown:
         parser.error(f"no figure {', '.join(sorted(unknown))}; there are {', '.join(figures)}")
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # so that another machine's rounding cannot be seen
-    with mpl.rc_context(STYLE):
-        for name in options.name or figures:
-            torch.manual_seed(0)
-            text = svg(figures[name]().figure)
-            (options.out / f"{name}.svg").write_text(text, encoding="utf-8")
+    try:
+        with mpl.rc_context(STYLE), torch.random.fork_rng(devices=[]):
+            for name in options.name or figures:
+                torch.manual_seed(0)
+                text = svg(figures[name]().figure)
+                (options.out / f"{name}.svg").write_text(text, encoding="utf-8")
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 if __name__ == "__main__":
