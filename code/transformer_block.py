@@ -15,18 +15,25 @@ channel i + r/2 (half-split); the other layout pairs 2i with 2i + 1.
 
 import argparse
 import ast
+import atexit
 import copy
+import difflib
 import functools
 import gc
+import importlib.util
 import inspect
 import itertools
 import math
 import operator
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
+    sys.exit("transformer_block.py needs torch; to install it: python3 -m pip install torch")
 
 import torch
 import torch.nn.functional as F
@@ -180,7 +187,8 @@ class KVCache:
             return torch.cat((buffer[:, :, :start], new), dim=2) if start else new.clone()
         if buffer is None or not self._writable or not self._has_room(buffer, new, end):
             room = self.max_len or start + end  # exact at first, at least double afterwards
-            grown = new.new_empty((*new.shape[:2], room, new.shape[3]))
+            with torch.inference_mode(False):  # a tensor made there takes no writes outside
+                grown = new.new_empty((*new.shape[:2], room, new.shape[3]))
             if start:
                 grown[:, :, :start] = buffer[:, :, :start]
             buffer = grown
@@ -189,11 +197,8 @@ class KVCache:
 
     @staticmethod
     def _has_room(buffer: Tensor, new: Tensor, end: int) -> bool:
-        # torch refuses to write into a tensor made under inference_mode once outside of it
-        open_to_write = torch.is_inference_mode_enabled() or not buffer.is_inference()
         like = (*new.shape[:2], buffer.shape[2], new.shape[3]), new.dtype, new.device
-        fits = end <= buffer.shape[2] and like == (buffer.shape, buffer.dtype, buffer.device)
-        return open_to_write and fits
+        return end <= buffer.shape[2] and like == (buffer.shape, buffer.dtype, buffer.device)
 
     def reset(self) -> None:
         """Forget everything; with max_len the memory is kept."""
@@ -1096,23 +1101,24 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    came = "bool" if tensor.dtype == torch.bool else "integer"
-    came = "floating" if tensor.is_floating_point() else came
-    if came != kind or tensor.is_complex():
-        raise TypeError(f"{name} must have a {kind} dtype, got {tensor.dtype}")
-    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else tensor.dtype
-    if like != tensor.dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise TypeError(f"{name} must be {like} as the weights are, got {tensor.dtype}")
-    wanted, sizes = shape, tensor.shape
+    dtype, sizes = tensor.dtype, tensor.shape
+    came = "bool" if dtype == torch.bool else "integer"
+    came = "floating" if dtype.is_floating_point else came
+    if came != kind or dtype.is_complex:
+        raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
+    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else dtype
+    if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
+    wanted = shape
     if shape[0] is ...:
-        wanted = shape[1:]
-        sizes = tensor.shape[tensor.dim() - len(wanted) :]
-    if len(wanted) != len(sizes) or any(
-        want != have and not isinstance(want, str) for want, have in zip(wanted, sizes)
-    ):
+        wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
+    fits = len(wanted) == len(sizes)
+    for want, have in zip(wanted, sizes):
+        fits = fits and (want == have or isinstance(want, str))
+    if not fits:
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
-        raise ValueError(f"{name} must have shape [{axes}], got {list(tensor.shape)}")
-    return tensor.shape
+        raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
+    return sizes
 
 
 def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
@@ -1302,6 +1308,65 @@ def check_raises(error: type[Exception], call: Callable, *words: object) -> bool
     except Exception as raised:
         return type(raised) is error and all(str(word) in str(raised) for word in words)
     return False
+
+
+def check_variants(name: str, value: object, free: str) -> Iterator[tuple[type, object, object]]:
+    """Wrong values beside a good one, each with the error it must raise and a word of its message.
+
+    free lists what is allowed all the same: "x0" another size of axis 0 of x, "xrank" another rank,
+    "start_pos0" a zero, "dNone" a None.
+    """
+    allowed = free.split()
+    if isinstance(value, Tensor):
+        kinds = {torch.bool, torch.int64, torch.float32, torch.complex64}
+        kinds -= {torch.float32 if value.is_floating_point() else value.dtype}
+        yield from ((TypeError, value.to(kind), kind) for kind in kinds)
+        sizes = [] if f"{name}rank" in allowed else [value[None], *value[:1].unbind()]
+        for axis, size in enumerate(value.shape):
+            if f"{name}{axis}" not in allowed:
+                sizes += [value.narrow(axis, 0, size - 1), torch.cat((value, value), axis)]
+        yield from ((ValueError, other, list(other.shape)) for other in sizes)
+        yield TypeError, [1.0], "list"
+    elif isinstance(value, (int, float)):
+        small, whole = [-1] if f"{name}0" in allowed else [-1, 0], isinstance(value, int)
+        beyond = [2**63] if whole else [math.inf, math.nan]
+        yield from ((ValueError, other, other) for other in small + beyond)
+        yield from ((TypeError, other, repr(other)) for other in [True, "1"] + [1.0] * whole)
+    else:
+        wrong = [[value]] if isinstance(value, KVCache) else [3, "gelu", []]
+        yield from ((TypeError, other, "list" if other == [value] else other) for other in wrong)
+
+
+def check_refuses(call: Callable, free: str = "", same: Callable = lambda: True,
+                  **good: object) -> dict[str, bool]:  # fmt: skip
+    """Whether call, which takes its good arguments, refuses every wrong one and changes nothing.
+
+    Wrong are another rank, size, dtype, kind and sign, and None where it is no default. A size may
+    also be refused in the name of the argument that it does not fit.
+    """
+    target = getattr(call, "func", call)
+    target = target.forward if isinstance(target, nn.Module) else target
+    defaults = inspect.signature(target).parameters
+    missed, state = [], torch.get_rng_state()
+    for name, value in good.items():
+        wrong = list(check_variants(name, value, free))
+        if defaults[name].default is not None and f"{name}None" not in free:
+            wrong.append(((ValueError, TypeError), None, "None"))
+        for error, other, word in wrong:
+            sized = isinstance(other, Tensor) and error is ValueError
+            try:
+                call(**{**good, name: other})
+                said = "accepted"
+            except (ValueError, TypeError) as raised:
+                words = [[n for n in good if n in str(raised)]] if sized else [name, str(word)]
+                told = all(w and (sized or w in str(raised)) for w in words)
+                said = "" if isinstance(raised, error) and told else repr(raised)
+            except Exception as raised:
+                said = repr(raised)
+            if said or not same() or not torch.equal(state, torch.get_rng_state()):
+                missed.append(f"{name}={word}: {said}")
+    call(**good)
+    return {f"{target.__qualname__} refuses {missed}": not missed}
 
 
 def check_exact_device(device: str) -> str:
@@ -1592,6 +1657,8 @@ def check_language_model(device: str) -> dict[str, bool]:
         h = reference_block(block, h, reference_causal(4, window=window), base=50.0)
     logits = 0.5 * torch.tanh(reference_norm(lm.final_norm, h) @ lm.embedding.weight.T / 0.5)
 
+    full, parameters = lm(ids), len(lm.state_dict())
+
     def surprise(row: int) -> float:
         odds = [math.exp(z) for z in logits[0, row].tolist()]
         return -math.log(odds[ids[0, row + 1]] / sum(odds))
@@ -1599,32 +1666,49 @@ def check_language_model(device: str) -> dict[str, bool]:
     padding = ids != 1  # the first is padding: it neither asks nor answers
     losses = [next_token_loss(logits, ids.byte()), next_token_loss(logits, ids, padding)]
     losses.append(next_token_loss(logits[:, :2], ids[:, :2]))
+    losses.append(next_token_loss(logits, ids, predict=ids < 1))
     expected = [sum(map(surprise, range(3))) / 3, sum(map(surprise, range(1, 3))) / 2, surprise(0)]
+    expected.append(surprise(1))
+    lm.windows = [None, 3]
+    documents = (ids[0] < 5)[:, None] == (ids[0] < 5)  # the first and third token, the other two
+    h = lm.embedding.weight[ids] * 3.0
+    for block, window in zip(lm.blocks, lm.windows):
+        h = reference_block(block, h, reference_causal(4, window=window) & documents, base=50.0)
+    packed = 0.5 * torch.tanh(reference_norm(lm.final_norm, h) @ lm.embedding.weight.T / 0.5)
+    shown = [lm(ids, mask=documents), lm(ids, mask=documents[None], last_only=True)]
+    seen = []
+    lm.final_norm.register_forward_pre_hook(lambda _norm, args: seen.append(args[0].shape[1]))
+    lm.generate(ids, 2)
+    lm.logit_softcap, lm.lm_head = None, nn.Linear(16, 2).to(ids.device, torch.float64)
 
-    def hollow(**options: object) -> DecoderOnlyLM:
-        return DecoderOnlyLM(300, 10, 3, 2, make_block=lambda _: nn.Identity(), **options)
+    class Hollow(nn.Identity):
+        def forward(self, x: Tensor, **_: object) -> Tensor:
+            return x
 
-    tied, untied = hollow(), DecoderOnlyLM(11, 16, 1, 4, 2, 12, tie_embeddings=False)
+    tied = DecoderOnlyLM(300, 10, 3, 2, make_block=lambda _: Hollow())
+    untied = DecoderOnlyLM(11, 16, 1, 4, 2, 12, tie_embeddings=False)
     spread = tied.embedding.weight.std().item()
     saved = {name: tensor.double() for name, tensor in tied.state_dict().items()}
     with torch.inference_mode():
         tied.load_state_dict(saved, assign=True)
-    narrow = DecoderOnlyLM(11, 4, 1, 4, make_block=lambda _: nn.Identity())
+    narrow = DecoderOnlyLM(11, 4, 1, 4, make_block=lambda _: Hollow())
     return {
-        "logits": check_close(lm(ids), logits),
+        "logits": check_close(full, logits),
         "loss": check_close(torch.stack(losses), logits.new_tensor(expected)),
         "loss of nothing": next_token_loss(logits[:, :1], ids[:, :1]).item() == 0.0,
         "loss in float32": next_token_loss(logits.half(), ids).dtype == torch.float32
         and next_token_loss(logits.bfloat16(), ids).dtype == torch.float32,
         "embedding": 0.018 < spread < 0.022,
-        "tied": tied.lm_head.weight is tied.embedding.weight,
+        "packed documents": check_close(shown[0], packed) and check_close(shown[1], packed[:, -1:]),
+        "last position alone": seen == [1, 1],
+        "a head put in": lm(ids).shape == (1, 4, 2),
         "untied": untied.lm_head.weight is not untied.embedding.weight,
-        "only parameters are saved": len(saved) == 3 and len(lm.state_dict()) == 3 + 2 * 9,
+        "only parameters are saved": len(saved) == 2 and parameters == 2 + 2 * 9,
         "layers": len(set(map(id, tied.new_caches()))) == 3 and tied.windows == [None] * 3,
         # a head width of 5 has no pairs: the table is for blocks that turn 4 of it, or nothing
         "table width": [m._rope_tables[0].shape[1] for m in (lm, tied, narrow)] == [4, 4, 2],
         "tables for training": not tied._rope_tables[0].is_inference(),
-        "tables follow": narrow.to("meta")._rope_tables[0].device.type == "meta",
+        "tables stay": narrow.to("meta")(ids.to("meta")).shape == (1, 4, 11),
         "eps": [norm.eps for norm in lm.modules() if isinstance(norm, RMSNorm)] == [0.1] * 5,
         "head": untied.to(device)(ids).shape == (1, 4, 11),
     }
@@ -1771,6 +1855,17 @@ def check_decoding(device: str) -> dict[str, bool]:
     cache.reset()
     cache.append(k[:, :, :4], v[:, :, :4])
     claims["absorbed"] = check_close(mla(x[:, 4:], kv_cache=cache, **given)[0], out[:, 4:])
+    del mla.expanded
+    ups = {name: nn.Linear(6, 32, bias=name == "bias") for name in ("bias", "hook", "pre-hook")}
+    ups["hook"].register_forward_hook(lambda _layer, _args, out: 2 * out)
+    ups["pre-hook"].register_forward_pre_hook(lambda _layer, args: (3 * args[0],))
+    ups["wrapper"] = nn.Sequential(nn.Linear(6, 32, bias=False))
+    for name, up in ups.items():
+        mla.kv_up = up.to(x)
+        full, _ = mla(x, causal=True, **given)
+        cache.reset()
+        steps = [mla(part, causal=True, kv_cache=cache, **given)[0] for part in x.split(4, dim=1)]
+        claims[f"kv_up with a {name}"] = check_close(torch.cat(steps, dim=1), full)
     return claims
 
 
@@ -1803,10 +1898,13 @@ def check_buffer(device: str) -> dict[str, bool]:
         claims["truncate"] = holds(grown, 3)
         append(grown, 3, 5)
         claims["write after truncate"] = holds(grown, 5) and room(grown) == 15
-        twin, deep = copy.copy(grown), copy.deepcopy(grown)
+        grown.notes = ["mine"]
+        twin, (deep, again) = copy.copy(grown), copy.deepcopy([grown, grown])
         grown.append(k_all[:, :, :1], v_all[:, :, :1])
         append(twin, 5, 7)
-        claims["copies"] = holds(twin, 7) and holds(deep, 5)
+        claims["copies"] = holds(twin, 7) and holds(deep, 5) and deep is again
+        claims["attributes"] = twin.notes is grown.notes and deep.notes is not grown.notes
+        claims["empty copies"] = copy.deepcopy(KVCache(max_len=3)).max_len == 3
         grown.reset()
         claims["reset"] = (grown.k, grown.v, grown.next_pos, grown._k) == (None, None, 0, None)
         append(grown, 0, 1)
@@ -1822,14 +1920,14 @@ def check_buffer(device: str) -> dict[str, bool]:
         fixed.append(k_all[:1, :, :7], v_all[:1, :, :7])
         claims["another batch"] = torch.equal(fixed.k, k_all[:1, :, :7])
     with torch.inference_mode():
-        for t in range(3):
+        for t in range(2):
             append(mixed, t, t + 1)
         claims["inference mode"] = room(mixed) == 3
     with torch.no_grad():
-        append(mixed, 3, 4)
-    claims["after inference mode"] = holds(mixed, 4) and room(mixed) == 7
-    append(mixed, 4, 5)
-    claims["after no_grad"] = holds(mixed, 5) and room(mixed) == 5
+        append(mixed, 2, 3)
+    claims["after inference mode"] = holds(mixed, 3) and room(mixed) == 3
+    append(mixed, 3, 4)
+    claims["after no_grad"] = holds(mixed, 4) and room(mixed) == 4
     k_grad = k_all.clone().requires_grad_()
     saved.append(k_grad[:, :, :1], v_all[:, :, :1])
     loss = saved.append(k_grad[:, :, 1:3], v_all[:, :, 1:3])[0].square().sum()
@@ -1864,10 +1962,23 @@ def check_generation(device: str) -> dict[str, bool]:
     counts.to(device)
     ended = counts.generate(prompts, 4, key_padding_mask=padding, eos_id=7)[:, 4:].tolist()
     goes_on = counts.generate(prompts[:1], 4, eos_id=0)[:, 4:].tolist()
+    several = counts.generate(prompts, 4, key_padding_mask=padding, eos_id=(7, 6))[:, 4:].tolist()
+    steps = [step.tolist() for step in counts.stream(prompts[:1], 2)]
     sampled = lm.generate(prompts, 4, temperature=9.0)
     odds = {1: math.exp(2.0), 4: math.exp(1.5), 2: math.exp(1.0), 0: 1.0, 3: math.exp(-1.0)}
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).to(device).expand(1000, -1)
 
+    drawn_from = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, call: Callable, _: object, args: tuple, options: object = None
+        ):
+            drawn_from.extend(args[:1] if call is torch.multinomial else [])
+            return call(*args, **(options or {}))
+
+    with Watch():  # the first alone rounds to 1
+        pick_next_token(torch.tensor([[20.0, 0.0]]).to(device), 1.0, top_p=1.0)
     even, many = torch.zeros(50, 2).to(device), torch.randn(5000, 8).to(device)
 
     def pick(logits: Tensor) -> Tensor:
@@ -1890,8 +2001,12 @@ def check_generation(device: str) -> dict[str, bool]:
         "training flags": modes == [False, True, True, False],
         "eos": ended == [[5, 6, 7], [7, 7, 7]],
         "eos of a row that goes on": goes_on == [[5, 6, 7, 8]],
+        "several ids that end": several == [[5, 6], [7, 7]],
+        "stream": steps == [[[5]], [[6]]],
         "no rows": pick_next_token(logits[:0]).shape == (0, 1),
-        "no new tokens": torch.equal(lm.generate(prompts, 0), prompts),
+        "no new tokens": torch.equal(lm.generate(prompts, 0), prompts)
+        and lm.generate(prompts, 0).data_ptr() != prompts.data_ptr(),
+        "top_p of 1 keeps all": bool(drawn_from) and drawn_from[0].gt(0).all(),
         "sampled": sampled.shape == (2, 8) and not torch.equal(sampled, both),
         "draws": draws(5),
         "temperature": draws(5, power=2, temperature=0.5),
@@ -1955,8 +2070,21 @@ def check_attention(device: str) -> dict[str, bool]:
         torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device)[:, None] > 0
     )
     masked = reference_attention(q, k, v, keep)
+    later = {  # queries and keys: as many, a chunk behind a cache, two queries before the first key
+        "causal": (q, k[:, :, :2]),
+        "causal chunk": (q, k),
+        "causal, more queries": (torch.cat((q, q), 2), k[:, :, :2]),
+    }
     for path in (attend, attend_fused):
         name, rows = path.__name__, keep[:1, 0, :1, :]
+        for case, (queries, keys) in later.items():
+            T, S = queries.shape[2], keys.shape[2]
+            lower, seen = reference_causal(T, S).to(device), keep[:, :, :1, :S]
+            given = queries, keys, v[:, :, :S]
+            claims[f"{name} {case}"] = all(
+                check_close(path(*given, both, causal=True), reference_attention(*given, expected))
+                for both, expected in ((None, lower[None, None]), (seen, lower & seen))
+            )
         half = path(q.half(), k.half(), v.half(), keep)
         claims |= {
             name: check_close(path(q, k, v, keep), masked),
@@ -2292,100 +2420,76 @@ def demo_D10(device: str = "cpu") -> tuple[bool, str]:
 
 
 def check_refusals(_device: str) -> dict[str, bool]:
-    """Every constructor and counting function refuses what it cannot use."""
+    """Every constructor and counting function refuses what it cannot use, and draws nothing."""
     ranks = {"kv_rank": 4, "rope_dim": 2, "nope_dim": 2, "v_dim": 2}
-    same = nn.Identity()
-    parallel = functools.partial(ParallelDecoderBlock, attn=same, ffn=same)
-    sizes = [  # a callable and the arguments that must be integers of at least 1
-        (RMSNorm, {"d_model": 4}),
-        (DenseFFN, {"d_model": 4, "d_ff": 4}),
-        (GatedFFN, {"d_model": 4, "d_ff": 4}),
+    heads, layer = {"n_q_heads": 2, "n_kv_heads": 1}, {"d_model": 4, "n_heads": 2, "d_ff": 4}
+    block = {"d_model": 4, **heads, "d_ff": 4, "eps": 0.1}
+    parts = {"d_model": 4, "attn": nn.Identity(), "ffn": nn.Identity()}
+    options = {"scale": 0.5, "norm_eps": 0.1, "logit_softcap": 1.0, "attend": attend}
+    lm = {"vocab_size": 3, **block, "n_layers": 1, "max_len": 3, "rope_dim": 2, "rope_base": 9.0}
+    claims = {}
+    for make, good in [
+        (RMSNorm, {"d_model": 4, "eps": 0.1}),
+        (DenseFFN, {"d_model": 4, "d_ff": 4, "act": F.relu}),
+        (GatedFFN, {"d_model": 4, "d_ff": 4, "act": F.relu}),
         (MoEFFN, {"d_model": 4, "d_ff": 4, "n_experts": 2}),
-        (MultiHeadAttention, {"d_model": 4, "n_q_heads": 2, "n_kv_heads": 1, "head_dim": 2}),
+        (MultiHeadAttention, {"d_model": 4, **heads, "head_dim": 2, **options}),
         (MultiHeadLatentAttention, {"d_model": 4, "n_heads": 2, **ranks, "q_rank": 2}),
         (KVCache, {"max_len": 1}),
-        (parallel, {"d_model": 8}),
-        (VanillaEncoderLayer2017, {"d_model": 4, "n_heads": 2, "d_ff": 4}),
-        (VanillaSeq2SeqDecoderLayer2017, {"d_model": 4, "n_heads": 2, "d_ff": 4}),
-        (GPT2StyleDecoderLayer, {"d_model": 4, "n_heads": 2, "d_ff": 4}),
-        (build_rope_cache, {"max_len": 2, "head_dim": 2}),
+        (VanillaEncoderLayer2017, {**layer, "act": F.relu, "eps": 0.1}),
+        (VanillaSeq2SeqDecoderLayer2017, {**layer, "act": F.relu, "eps": 0.1}),
+        (GPT2StyleDecoderLayer, {**layer, "act": F.relu, "eps": 0.1}),
+        *((make, block) for make in (ModernDecoderBlock, ParallelDecoderBlock)),
+        (BranchNormDecoderBlock, block),
+        *((make, parts) for make in (ModernDecoderBlock, ParallelDecoderBlock)),
+        (BranchNormDecoderBlock, parts),
+        (build_rope_cache, {"max_len": 2, "head_dim": 2, "base": 9.0}),
         (sinusoidal_positions, {"max_len": 2, "d_model": 2}),
-        (attention_parameters, {"d_model": 4, "n_q_heads": 2, "n_kv_heads": 1}),
+        (attention_parameters, {"d_model": 4, **heads}),
         (functools.partial(ffn_parameters, gated=True), {"d_model": 4, "d_ff": 4}),
         (kv_cache_elements, {"n_kv_heads": 1, "head_dim": 2}),
         (
             functools.partial(kv_cache_bytes, n_kv_heads=1, head_dim=1),
             {"n_layers": 1, "length": 1, "batch": 1, "bytes_per_element": 1},
         ),
-        (gated_hidden_size, {"d_model": 4, "multiple_of": 2}),
-        (
-            functools.partial(DecoderOnlyLM, make_block=lambda _: same),
-            {
-                "vocab_size": 3,
-                "d_model": 4,
-                "n_layers": 1,
-                "n_q_heads": 2,
-                "max_len": 3,
-                "rope_dim": 2,
-            },
-        ),
-    ]
-    claims = {}
-    for make, good in sizes:
-        name = getattr(make, "func", make).__name__
-        make(**good)
-        claims[f"sizes of {name}"] = all(
-            check_raises(ValueError, lambda: make(**{**good, size: 0}), size, 0)
-            and check_raises(TypeError, lambda: make(**{**good, size: 2.0}), size, 2.0)
-            and check_raises(TypeError, lambda: make(**{**good, size: True}), size, True)
-            and check_raises(ValueError, lambda: make(**{**good, size: 2**63}), size, 2**63)
-            for size in good
-        )
-    positives = [  # a callable and its argument that must be a finite number above 0
-        (lambda eps: RMSNorm(4, eps), "eps"),
-        (lambda eps: VanillaEncoderLayer2017(8, eps=eps), "eps"),
-        (lambda eps: VanillaSeq2SeqDecoderLayer2017(8, eps=eps), "eps"),
-        (lambda eps: GPT2StyleDecoderLayer(8, eps=eps), "eps"),
-        (lambda eps: ParallelDecoderBlock(8, eps=eps), "eps"),
-        (lambda scale: MultiHeadAttention(4, 2, scale=scale), "scale"),
-        (lambda eps: MultiHeadAttention(4, 2, norm_eps=eps), "norm_eps"),
-        (lambda cap: MultiHeadAttention(4, 2, logit_softcap=cap), "logit_softcap"),
-        (lambda cap: DecoderOnlyLM(3, 16, logit_softcap=cap), "logit_softcap"),
-        (lambda scale: DecoderOnlyLM(3, 16, embedding_scale=scale), "embedding_scale"),
-        (lambda base: DecoderOnlyLM(3, 16, rope_base=base), "rope_base"),
-        (lambda base: build_rope_cache(2, 2, base), "base"),
-        (lambda multiplier: gated_hidden_size(4, 1, multiplier), "multiplier"),
-    ]
-    for i, (make, name) in enumerate(positives):
-        claims[f"{name} {i}"] = all(
-            check_raises(ValueError, lambda: make(value), name, value)
-            for value in (0, -1.0, math.inf, math.nan)
-        ) and check_raises(TypeError, lambda: make("1"), name, "'1'")
+        (gated_hidden_size, {"d_model": 4, "multiple_of": 2, "multiplier": 1.5}),
+        (DecoderOnlyLM, {**lm, "embedding_scale": 2.0, "logit_softcap": 1.0}),
+        (functools.partial(DecoderOnlyLM, 3, 4), {"make_block": lambda _: nn.Identity()}),
+    ]:
+        claims |= check_refuses(make, "n_kv_headsNone", **good)
     fused = functools.partial(MultiHeadAttention, 4, 2, attend=attend_fused)
-    odd_ranks = {**ranks, "rope_dim": 3}
+    small = functools.partial(DecoderOnlyLM, 3, 16)
+
+    def widths(layer: int) -> nn.Module:
+        attn = MultiHeadAttention(16, 2, head_dim=4 + 2 * layer, rope=True)
+        return ModernDecoderBlock(16, attn=attn)
+
+    state = torch.get_rng_state()
     refused = [
         (ValueError, lambda: build_rope_cache(4, 5), "head_dim", 5),
         (TypeError, lambda: build_rope_cache(4, 4, dtype=torch.int64), "dtype", "int64"),
         (TypeError, lambda: build_rope_cache(4, 4, dtype="half"), "dtype", "half"),
-        (ValueError, lambda: MultiHeadLatentAttention(4, 2, **odd_ranks), "rope_dim", 3),
+        (
+            ValueError,
+            lambda: MultiHeadLatentAttention(4, 2, **{**ranks, "rope_dim": 3}),
+            "rope_dim",
+        ),
         (ValueError, lambda: fused(logit_softcap=30.0), "logit_softcap", 30.0),
-        (TypeError, lambda: MultiHeadAttention(4, 2, attend="fused"), "attend", "'fused'"),
-        (TypeError, lambda: DenseFFN(4, 4, act="gelu"), "act", "'gelu'"),
-        (TypeError, lambda: GatedFFN(4, 4, act="silu"), "act", "'silu'"),
         (ValueError, lambda: attention_parameters(10, 4), "d_model=10", "n_q_heads=4"),
         (ValueError, lambda: attention_parameters(12, 6, 4), "n_q_heads=6", "n_kv_heads=4"),
-        (ValueError, lambda: DecoderOnlyLM(3, 16, windows=[None]), "windows", 1),
-        (ValueError, lambda: DecoderOnlyLM(3, 16, windows=[None, 0]), "windows", 0),
-        (TypeError, lambda: DecoderOnlyLM(3, 16, windows=3), "windows", 3),
-        (TypeError, lambda: DecoderOnlyLM(3, 16, make_block=3), "make_block", 3),
-        (ValueError, lambda: DecoderOnlyLM(3, 16, rope_dim=5), "rope_dim", 5),
+        (ValueError, lambda: small(windows=[None]), "windows", 2),
+        (ValueError, lambda: small(windows=[None, 0]), "windows", 0),
+        (TypeError, lambda: small(windows=3), "windows", 3),
+        (ValueError, lambda: small(rope_dim=1), "rope_dim", 1),
+        (ValueError, lambda: small(rope_dim=4), "rope_dim", 2, 4),
+        (ValueError, lambda: small(make_block=widths), "rope_dim", "[4, 6]"),
+        (ZeroDivisionError, lambda: small(make_block=lambda layer: widths(1 // (1 - layer)))),
     ]
-    for block in (ModernDecoderBlock, ParallelDecoderBlock, BranchNormDecoderBlock):
-        refused.append((TypeError, functools.partial(block, 16, attn=3), "attn", 3))
-        refused.append((TypeError, functools.partial(block, 16, ffn=[]), "ffn", "[]"))
     for i, (error, call, *words) in enumerate(refused):
-        claims[f"{i} {words[0]}"] = check_raises(error, call, *words)
+        claims[f"{i} {words}"] = check_raises(error, call, *words)
+    claims["nothing drawn"] = torch.equal(state, torch.get_rng_state())
     claims["fused without soft cap"] = fused().logit_softcap is None
+    claims["rope_dim given"] = small(make_block=widths, rope_dim=4).blocks[1].attn.rope_dim == 6
     return claims
 
 
@@ -2429,202 +2533,161 @@ def demo_D11(device: str = "cpu") -> tuple[bool, str]:
 
 
 def check_cache_refusals(device: str) -> dict[str, bool]:
-    """Whatever is refused, or fails later on, leaves the cache as it was."""
+    """Whatever is refused leaves the cache as it was."""
     x = torch.randn(2, 3, 16).to(device)
     cos, sin = build_rope_cache(5, 4, device=device)
-    block, cache = ModernDecoderBlock(16, 4, 2, 12).to(device), KVCache(max_len=4)
-    block(x, cos, sin, kv_cache=cache)
+    cache = KVCache(max_len=4)
+    attn = MultiHeadAttention(16, 4, 2, rope=True).to(device)
+    attn(x, cos=cos, sin=sin, kv_cache=cache)
     before, k, y = (cache.k.clone(), cache.v.clone()), cache.k[:, :, :1] + 1, x[:, :1]
-    seen = torch.ones(2, 6, dtype=torch.bool, device=device)
-    attn = functools.partial(block.attn, y, cos=cos, sin=sin, kv_cache=cache)
-
-    def attend_other(**options: object) -> Callable:
-        return lambda: block.attn(**{"x": y, "cos": cos, "sin": sin, "kv_cache": cache, **options})
-
-    refused = [
-        (ValueError, attend_other(x=x[:, :2]), "max_len=4", 5),
-        (ValueError, attend_other(x=x), "cos", 5, 6),
-        (ValueError, attend_other(x=y[:1]), "k_new", "[1, "),
-        (ValueError, attend_other(x=y[..., :8]), "x", "[2, 1, 8]"),
-        (ValueError, attend_other(x=y[0]), "x", "[1, 16]"),
-        (TypeError, attend_other(x=y.long()), "x", "int64"),
-        (ValueError, attend_other(mask=seen[:1, :1]), "mask", "[1, 1]"),
-        (ValueError, attend_other(mask=seen[None, :1, :4]), "mask", "[1, 1, 4]"),
-        (TypeError, attend_other(mask=seen[:1, :4].float()), "mask", "float32"),
-        (TypeError, attend_other(mask=[True]), "mask", "list"),
-        (ValueError, attend_other(key_padding_mask=seen[:, :3]), "key_padding_mask", "[2, 3]"),
-        (TypeError, attend_other(key_padding_mask=seen.long()), "key_padding_mask", "int64"),
-        (ValueError, attend_other(start_pos=-1), "start_pos", -1),
-        (TypeError, attend_other(start_pos=3.0), "start_pos", 3.0),
-        (TypeError, attend_other(kv_cache=[cache]), "kv_cache", "list"),
-        (TypeError, lambda: block(y, cos, sin, seen[:1, :1], kv_cache=[cache]), "kv_cache", "list"),
-        (ValueError, attend_other(cos=None), "cos", None),
-        (ValueError, attend_other(sin=None), "sin", None),
-        (ValueError, attend_other(cos=cos[None]), "cos", "[1, 5, 4]"),
-        (ValueError, attend_other(sin=sin[:, :2]), "sin", "[5, 2]"),
-        (ValueError, lambda: cache.truncate(4), "length", 4, "next_pos=3"),
-        (ValueError, lambda: cache.truncate(-1), "length", -1),
-        (TypeError, lambda: cache.truncate(1.0), "length", 1.0),
-        (TypeError, lambda: cache.append(k.half(), k.half()), "k_new", "float16"),
-        (TypeError, lambda: cache.append(k, k.half()), "v_new", "float16"),
-        (TypeError, lambda: cache.append(k, k.to("meta")), "v_new", "meta"),
-        (ValueError, lambda: cache.append(k[0], k), "k_new", "[2, 1, 4]"),
-        (ValueError, lambda: cache.append(k, k[:, :1]), "v_new", "[2, 1, 1, 4]"),
-        (ValueError, lambda: cache.append(k[:, :1], k[:, :1]), "k_new", "[2, 1, 1, 4]"),
-        (ValueError, lambda: cache.append(k[..., :2], k), "k_new", "[2, 2, 1, 2]"),
-        (ValueError, lambda: cache.append(k, k[..., :2]), "v_new", "[2, 2, 1, 2]"),
-        (ValueError, lambda: KVCache().append(k, k[:, :1]), "v_new", "[2, 1, 1, 4]"),
-    ]
-    claims = {}
 
     def unchanged() -> bool:
         stored = torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
         return cache.next_pos == 3 and stored
 
+    def step(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None,
+             key_padding_mask: Tensor | None = None, kv_cache: KVCache | None = None,
+             start_pos: int | None = None) -> None:  # fmt: skip
+        """A step whose token is taken back when it is accepted."""
+        given = {"mask": mask, "key_padding_mask": key_padding_mask, "cos": cos, "sin": sin}
+        attn(x, kv_cache=kv_cache, start_pos=start_pos, **given)
+        cache.truncate(3)
+
+    def append(k_new: Tensor, v_new: Tensor) -> None:
+        cache.append(k_new, v_new)
+        cache.truncate(3)
+
+    seen = torch.ones(2, 4, dtype=torch.bool, device=device)
+    good = {"mask": seen[:1], "key_padding_mask": seen, "cos": cos, "sin": sin}
+    good |= {"kv_cache": cache, "start_pos": 3}
+    claims = check_refuses(step, "mask2 cos0 cos1 sin0 sin1", unchanged, x=y, **good)
+    claims |= check_refuses(append, "k_new2 v_new2", unchanged, k_new=k, v_new=k)
+    claims |= check_refuses(cache.truncate, "length0", unchanged, length=3)
+    block, attends = ModernDecoderBlock(16, attn=attn), functools.partial(attn, kv_cache=cache)
+    refused = [
+        (ValueError, lambda: attends(x[:, :2], cos=cos, sin=sin), "max_len=4", 5),
+        (ValueError, lambda: attends(x, cos=cos, sin=sin), "cos", 5, 6),
+        (ValueError, lambda: attends(y, cos=cos, sin=sin[:, :2]), "sin", "[5, 2]"),
+        (ValueError, lambda: attends(y, cos=cos[:, :3], sin=sin[:, :3]), "cos", 3),
+        (ValueError, lambda: attends(y, cos=cos.repeat(1, 2), sin=sin.repeat(1, 2)), "cos", 8),
+        (
+            ValueError,
+            lambda: attends(y, cos=cos, sin=sin, mask=seen[None, :1]),
+            "mask",
+            "[1, 1, 4]",
+        ),
+        (TypeError, lambda: attends(y.half(), cos=cos, sin=sin), "x", "float16"),
+        (TypeError, lambda: block(y, cos, sin, kv_cache=[cache]), "kv_cache", "list"),
+        (ValueError, lambda: cache.truncate(4), "length", 4, "next_pos=3"),
+        (TypeError, lambda: cache.append(k.half(), k.half()), "k_new", "float16"),
+        (TypeError, lambda: cache.append(k, k.half()), "v_new", "float16"),
+        (TypeError, lambda: cache.append(k, k.to("meta")), "v_new", "meta"),
+        (ValueError, lambda: cache.append(k[..., :2], k), "k_new", "[2, 2, 1, 2]"),
+        (ValueError, lambda: cache.append(k, k[..., :2]), "v_new", "[2, 2, 1, 2]"),
+        (ValueError, lambda: KVCache().append(k, k[:, :1]), "v_new", "[2, 1, 1, 4]"),
+    ]
     for i, (error, call, *words) in enumerate(refused):
         claims[f"{i} {words[0]}"] = check_raises(error, call, *words) and unchanged()
-    attn(start_pos=3, mask=seen[:1, :4], key_padding_mask=seen[:, :4])
+    attends(y, cos=cos, sin=sin, mask=seen[None, :1].expand(2, -1, -1))
     claims["goes on"] = cache.next_pos == 4 and torch.equal(cache.k[:, :, :3], before[0])
-    cache.truncate(3)
-    claims["rolled back"] = unchanged()
-    broken, tables = DenseFFN(8, 8), {"cos": cos, "sin": sin}
-    gpt2 = GPT2StyleDecoderLayer(16, 2, 12)
-    gpt2.ffn = broken
     latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=8, nope_dim=4, v_dim=4)
-    stray = check_raises(ValueError, lambda: latent.to(device)(x, **tables), "cos", 8, "[5, 4]")
-    late = {  # what fails when the attention or all of it is done
-        "attn": (MultiHeadAttention(16, 4, 2, rope=True, attend=lambda *_, **__: 1 / 0), tables),
-        "gpt2": (gpt2, {}),
-        "modern": (ModernDecoderBlock(16, 4, 2, ffn=broken), tables),
-        "parallel": (ParallelDecoderBlock(16, 4, 2, ffn=broken), {}),
-        "branch": (BranchNormDecoderBlock(16, 4, 2, ffn=broken), tables),
-    }
-    for name, (layer, given) in late.items():
-        cache = KVCache()
-        error = ZeroDivisionError if name == "attn" else ValueError
-        raised = check_raises(error, lambda: layer.to(device)(x, kv_cache=cache, **given))
-        claims[f"{name} takes back"] = raised and cache.next_pos == 0 and cache.k is None
-    latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=4, nope_dim=4, v_dim=4)
-    latent.o_proj = nn.Linear(3, 16)
-    cache = KVCache()
-    raised = check_raises(RuntimeError, lambda: latent.to(device)(x, kv_cache=cache, **tables))
-    claims["latent takes back"] = stray and raised and cache.next_pos == 0
-    block.attn.k_proj = nn.Linear(16, 6).to(device)  # a shard of one and a half heads
+    tables = {"cos": cos, "sin": sin}
+    claims["latent cos"] = check_raises(
+        ValueError, lambda: latent.to(device)(x, **tables), "cos", 8, "[3, 4]"
+    )
+    attn.k_proj = nn.Linear(16, 6).to(device)  # a shard of one and a half heads
     claims["too many ranks"] = check_raises(
-        ValueError, lambda: block.attn(x, **tables), "head_dim=4", "n_kv_heads", "ranks"
+        ValueError, lambda: attn(x, **tables), "head_dim=4", "n_kv_heads", "ranks"
     )
     return claims
 
 
 def check_generate_refusals(device: str) -> dict[str, bool]:
-    """DecoderOnlyLM: refused calls change no cache, no flag and no generator."""
+    """DecoderOnlyLM: what is refused, or fails deeper, changes no cache, flag or generator."""
     lm = DecoderOnlyLM(7, 16, 2, 4, 2, 12, max_len=6).to(device)
-    ids = torch.tensor([[1, 2, 3]], device=device)
-    long, padding = ids.repeat(1, 2), torch.tensor([[False, True, True]], device=device)
+    ids = torch.tensor([[1, 2, 3], [3, 2, 1]], device=device)
     caches, logits = lm.new_caches(), lm(ids)
     lm(ids, kv_caches=caches)
-    before = [cache.k.clone() for cache in caches]
+    before, seen = [cache.k.clone() for cache in caches], ids > 0
     uneven, short = [caches[0], KVCache()], [caches[0], KVCache(max_len=4)]
     lm.blocks[1](lm.embedding(ids), *build_rope_cache(3, 4, device=device), kv_cache=short[1])
-    sample = functools.partial(lm.generate, ids, 0)  # nothing to draw, and refused all the same
-    twice, half = ids.repeat(2, 1), torch.cat((padding, padding & False))
-    hole = torch.tensor([[False, True, False, True]], device=device)
+    hole = torch.tensor([[False, True, False, True]] * 2, device=device)
+    long, empty = ids.repeat(1, 2), functools.partial(lm.generate, ids, 0)
+
+    def same() -> bool:
+        return all(torch.equal(cache.k, k) for cache, k in zip(caches, before))
+
+    def forward(
+        ids: Tensor, key_padding_mask: Tensor | None = None, mask: Tensor | None = None
+    ) -> None:
+        lm(ids, kv_caches=caches, key_padding_mask=key_padding_mask, mask=mask)
+        for cache in caches:
+            cache.truncate(3)
+
+    both = torch.cat((seen, seen), 1)
+    good = {"ids": ids, "key_padding_mask": both, "mask": both[:1].expand(3, -1)}
+    claims = check_refuses(forward, "mask2", same, **good)
+    draws = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 2, "top_p": 0.5, "eos_id": 6}
+    sample = functools.partial(lm.generate, generator=torch.Generator(device))
+    free = "ids1 max_new_tokens0 temperature0 eos_id0"
+    claims |= check_refuses(sample, free, same, ids=ids, key_padding_mask=seen, **draws)
+    sampling = {name: draws[name] for name in ("temperature", "top_k", "top_p")}
+    free = "logits0 logits1 temperature0"
+    claims |= check_refuses(pick_next_token, free, logits=logits[0], **sampling)
+    answer = {"key_padding_mask": seen, "predict": seen}
+    claims |= check_refuses(next_token_loss, "logits2", logits=logits, ids=ids, **answer)
     refused = [
         (ValueError, lambda: lm(long[:, :4], kv_caches=caches), "ids", 7, "max_len=6"),
         (ValueError, lambda: lm(ids, kv_caches=caches[:1]), "kv_caches", 2, 1),
         (ValueError, lambda: lm(ids, kv_caches=uneven), "kv_caches", "[0, 3]"),
         (ValueError, lambda: lm(ids, kv_caches=short), "max_len=4", 6),
-        (
-            ValueError,
-            lambda: lm(ids, kv_caches=caches, key_padding_mask=padding),
-            "key_padding_mask",
-            "[1, 3]",
-        ),
-        (TypeError, lambda: lm(ids, key_padding_mask=padding.long()), "key_padding_mask", "int64"),
-        (ValueError, lambda: lm(ids + 4), "ids", 6, 7),
-        (TypeError, lambda: lm(ids.float()), "ids", "float32"),
-        (ValueError, lambda: lm(ids[0]), "ids", "[3]"),
-        (ValueError, lambda: sample(top_k=0), "top_k", 0),
-        (TypeError, lambda: sample(top_k=1.5), "top_k", 1.5),
-        (ValueError, lambda: sample(top_p=0.0), "top_p", 0.0),
-        (ValueError, lambda: sample(top_p=1.01), "top_p", 1.01),
-        (ValueError, lambda: sample(temperature=-1.0), "temperature", -1.0),
-        (ValueError, lambda: sample(temperature=math.nan), "temperature", "nan"),
-        (ValueError, lambda: sample(temperature=math.inf), "temperature", "inf"),
-        (TypeError, lambda: sample(temperature="1"), "temperature", "'1'"),
-        (TypeError, lambda: sample(temperature=1.0, generator=3), "generator", 3),
-        (ValueError, lambda: sample(eos_id=7), "eos_id", 7),
-        (TypeError, lambda: lm(ids, kv_caches=caches[0]), "kv_caches", "KVCache"),
         (ValueError, lambda: lm(ids, kv_caches=caches[:1] * 2), "kv_caches", "twice"),
+        (TypeError, lambda: lm(ids, kv_caches=caches[0]), "kv_caches", "KVCache"),
+        (ValueError, lambda: lm(ids + 4), "ids", 6, 7),
+        (TypeError, lambda: empty(generator=3), "generator", 3),
+        (ValueError, lambda: empty(top_p=1.01), "top_p", 1.01),
+        (ValueError, lambda: empty(eos_id=7), "eos_id", 7),
+        (ValueError, lambda: empty(eos_id=[1, 7]), "eos_id", 7),
         (ValueError, lambda: pick_next_token(logits[0, :, :0]), "logits", "[3, 0]"),
-        (ValueError, lambda: pick_next_token(logits[0], -1.0), "temperature", -1.0),
-        (ValueError, lambda: pick_next_token(logits), "logits", "[1, 3, 7]"),
-        (TypeError, lambda: pick_next_token(ids), "logits", "int64"),
-        (ValueError, lambda: sample(eos_id=-1), "eos_id", -1),
-        (ValueError, lambda: lm.generate(ids, -1), "max_new_tokens", -1),
-        (ValueError, lambda: lm.generate(ids, 4), "max_new_tokens=4", "max_len=6"),
+        (ValueError, lambda: lm.stream(ids, 4), "max_new_tokens=4", "max_len=6"),
         (ValueError, lambda: lm.generate(ids[:, :0], 1), "ids"),
-        (ValueError, lambda: lm.generate(ids[0], 1), "ids", "[3]"),
-        (TypeError, lambda: lm.generate(ids.float(), 1), "ids", "float32"),
-        (ValueError, lambda: sample(key_padding_mask=~padding), "key_padding_mask", "left"),
+        (ValueError, lambda: empty(key_padding_mask=ids < 3), "key_padding_mask", "left"),
+        (ValueError, lambda: empty(key_padding_mask=ids == 2), "key_padding_mask", "left"),
+        (ValueError, lambda: empty(key_padding_mask=ids < 0), "key_padding_mask", "left"),
         (
             ValueError,
-            lambda: sample(key_padding_mask=padding.roll(1, 1)),
+            lambda: empty(key_padding_mask=torch.stack((seen[0], ~seen[0]))),
             "key_padding_mask",
-            "left",
-        ),
-        (ValueError, lambda: sample(key_padding_mask=padding & False), "key_padding_mask", "left"),
-        (
-            ValueError,
-            lambda: lm.generate(twice, 0, key_padding_mask=half),
-            "key_padding_mask",
-            "left",
         ),
         (
             ValueError,
             lambda: lm.generate(long[:, :4], 1, key_padding_mask=hole),
             "key_padding_mask",
         ),
-        (ValueError, lambda: lm.generate(ids, 0, key_padding_mask=padding[0]), "key_padding_mask"),
-        (
-            ValueError,
-            lambda: lm.generate(twice, 2, key_padding_mask=padding),
-            "key_padding_mask",
-            "[1, 3]",
-        ),
-        (TypeError, lambda: sample(key_padding_mask=padding.long()), "key_padding_mask", "int64"),
-    ]
-    claims, state = {}, torch.get_rng_state()
-    for i, (error, call, *words) in enumerate(refused):
-        raised = check_raises(error, call, *words)
-        same = all(torch.equal(cache.k, k) for cache, k in zip(caches, before))
-        claims[f"generate {i} {words[0]}"] = raised and same
-    lm.train()
-    lm.final_norm = RMSNorm(8).to(device)  # fails behind the blocks
-    broken = check_raises(ValueError, lambda: lm.generate(ids, 1), "x", "[1, 3, 16]")
-    broken = broken and check_raises(ValueError, lambda: lm(ids, kv_caches=caches), "x")
-    same = all(torch.equal(cache.k, k) for cache, k in zip(caches, before))
-    wide = next_token_loss(torch.zeros(1, 2, 300, device=device), ids[:, :2].byte() + 250)
-    losses = [
-        (ValueError, lambda: next_token_loss(logits, ids[:, :2]), "ids", "[1, 2]"),
-        (ValueError, lambda: next_token_loss(logits[0], ids), "logits", "[3, 7]"),
         (ValueError, lambda: next_token_loss(logits, ids + 4), "ids", 7),
-        (ValueError, lambda: next_token_loss(logits, ids - 2), "ids", -1),
-        (TypeError, lambda: next_token_loss(logits, ids.float()), "ids", "float32"),
-        (TypeError, lambda: next_token_loss(logits.long(), ids), "logits", "int64"),
-        (TypeError, lambda: next_token_loss(logits, ids, ids), "key_padding_mask", "int64"),
-        (
-            ValueError,
-            lambda: next_token_loss(logits, ids, padding[:, :2]),
-            "key_padding_mask",
-            "[1, 2]",
-        ),
+        (ValueError, lambda: next_token_loss(logits, ids - 4), "ids", -3),
     ]
+    state = torch.get_rng_state()
+    for i, (error, call, *words) in enumerate(refused):
+        claims[f"generate {i} {words[0]}"] = check_raises(error, call, *words) and same()
+    claims["generator"] = torch.equal(state, torch.get_rng_state())
+    lm.train()
+    for broken in ("final_norm", "lm_head", "blocks"):  # each fails behind an append
+        kept = getattr(lm, broken)
+        part = nn.ModuleList([kept[0], nn.Linear(8, 8)]) if broken == "blocks" else nn.Linear(8, 8)
+        setattr(lm, broken, part.to(device))
+        error = TypeError if broken == "blocks" else RuntimeError
+        for run in (lambda: lm.generate(ids, 1), lambda: lm(ids, kv_caches=caches)):
+            with torch.set_grad_enabled(broken != "blocks"):
+                claims[f"{broken} fails"] = claims.get(f"{broken} fails", True) and (
+                    check_raises(error, run) and same() and all(m.training for m in lm.modules())
+                )
+        setattr(lm, broken, kept)
+    lm.blocks.append(nn.Identity())
+    claims["a block more"] = check_raises(ValueError, lambda: lm(ids), "windows", 3)
+    wide = next_token_loss(torch.zeros(2, 2, 300, device=device), ids[:, :2].byte() + 250)
     return claims | {
-        "failure behind the blocks": broken and same and all(m.training for m in lm.modules()),
-        "generator": torch.equal(state, torch.get_rng_state()),
         "uint8 ids under 300 tokens": abs(wide.item() - math.log(300)) < 1e-5,
-        "losses": all(check_raises(error, call, *words) for error, call, *words in losses),
     }
 
 
@@ -2642,25 +2705,12 @@ def demo_D12(device: str = "cpu") -> tuple[bool, str]:
     works = out.shape == (1, 4, 32) and bool(out.isfinite().all())
     layer = VanillaSeq2SeqDecoderLayer2017(32, 4, 32).to(device)
     padding = torch.ones(1, 6, dtype=torch.bool, device=device)
-    padded = {"memory_key_padding_mask": padding[:, :4]}
-    refused = [
-        (ValueError, lambda: plain(x, memory[..., :8]), "memory", "[1, 6, 8]"),
-        (TypeError, lambda: plain(x, memory.half()), "memory", "float16"),
-        (ValueError, lambda: plain(x, start_pos=-1), "start_pos", -1),
-        (ValueError, lambda: plain(x, memory.repeat(2, 1, 1)), "memory", "[2, 6, 32]"),
-        (ValueError, lambda: plain(x, memory, mask=padding[:, :4]), "mask", "[1, 4]"),
-        (TypeError, lambda: layer(x, None), "memory", "NoneType"),
-        (ValueError, lambda: layer(x, memory[0]), "memory", "[6, 32]"),
-        (ValueError, lambda: layer(x, memory, **padded), "memory_key_padding_mask", "[1, 4]"),
-        (
-            ValueError,
-            lambda: layer(x, memory, key_padding_mask=padding),
-            "key_padding_mask",
-            "[1, 6]",
-        ),
-        (ValueError, lambda: layer(x[0], memory), "x", "[4, 32]"),
-        (ValueError, lambda: layer(x[..., :8], memory), "x", "[1, 4, 8]"),
-    ]
+    two, padding = {"x": x.repeat(2, 1, 1), "memory": memory.repeat(2, 1, 1)}, padding.repeat(2, 1)
+    mask = padding[0, :4, None] & padding[0]  # (T, S)
+    refused = check_refuses(plain, mask=mask, key_padding_mask=padding, **two)
+    given = {"key_padding_mask": padding[:, :4], "memory_key_padding_mask": padding}
+    refused |= check_refuses(layer, mask=mask[:, :4], **given, **two)
+    half = check_raises(TypeError, lambda: plain(x, memory.half()), "memory", "float16")
     return check_claims(
         f"cross-attention + RoPE raises ValueError: {rope}; cross-attention + KV cache raises "
         f"ValueError: {cached}; plain cross-attention (no RoPE/cache) still works, "
@@ -2668,7 +2718,8 @@ def demo_D12(device: str = "cpu") -> tuple[bool, str]:
         rope=rope,
         cache=cached and cache.next_pos == 0,
         plain=works and k.shape == v.shape == (1, 4, 6, 8),
-        refused=all(check_raises(error, call, *words) for error, call, *words in refused),
+        half=half,
+        **refused,
     )
 
 
@@ -2710,7 +2761,7 @@ def check_masks(device: str) -> dict[str, bool]:
     """A mask for all samples, padding in the 2017 layers; what operators and layers refuse."""
     x, claims = check_draw(3, 3, 16, device=device), {}
     padding = torch.tensor([[True] * 3, [False, True, True], [True, True, False]], device=device)
-    blocks = demo_blocks(device, "encoder", "seq2seq", "gpt2", "parallel", batch=3)
+    blocks = demo_blocks(device, batch=3)
     (encoder, _), (decoder, given) = blocks["encoder"], blocks["seq2seq"]
     claims["encoder"] = check_close(encoder(x, padding)[1:2, 1:], encoder(x[1:2, 1:]))
     crossed = decoder(x, **given, memory_key_padding_mask=padding)
@@ -2718,71 +2769,44 @@ def check_masks(device: str) -> dict[str, bool]:
     own = reference_causal(3, window=2).to(device)
     shared = decoder(x, mask=own, **given)
     claims["one mask"] = check_close(shared, decoder(x, mask=own.expand(3, 3, 3), **given))
-    blocks["modern"] = ModernDecoderBlock(16, 4), {"cos": None, "sin": None}
-    blocks["branch"] = BranchNormDecoderBlock(16, 4), {"cos": None, "sin": None}
-    for name, (block, given) in blocks.items():
-        claims[f"{name} x"] = all(
-            check_raises(ValueError, lambda: block(wrong, **given), "x", list(wrong.shape))
-            for wrong in (x[..., :8], x[0])
-        ) and check_raises(TypeError, lambda: block(x.half(), **given), "x", "float16")
+    ranks = {"kv_rank": 4, "rope_dim": 4, "nope_dim": 4, "v_dim": 4}
+    layers = [DenseFFN(16, 4), GatedFFN(16, 4), MoEFFN(16, 4), MultiHeadAttention(16, 2)]
+    layers.append(
+        functools.partial(MultiHeadLatentAttention(16, 2, **ranks), **blocks["modern"][1])
+    )
+    layers += [functools.partial(block, **given) for block, given in blocks.values()]
+    for i, layer in enumerate(layers):
+        wide = x.float() if i < 5 else x
+        claims |= check_refuses(layer, "x0 x1 xrank" if i < 3 else "x0 x1", x=wide)
+        half = check_raises(TypeError, lambda: layer(wide.half()), "x", str(wide.dtype), "float16")
+        claims[f"{layer} half"] = half
+    with torch.autocast("cpu", torch.bfloat16):  # where weights are cast anyway
+        claims["autocast"] = layers[0](x.bfloat16()).dtype == torch.bfloat16
+    layers[0].up = nn.Sequential(nn.Linear(16, 4).double())  # what is put in place takes its own
+    layers[0].down.double()
+    claims["replaced"] = layers[0](x).dtype == torch.float64
+    for norm in (RMSNorm(16), DenseFFN(16, 4)):
+        claims |= check_refuses(norm, "x0 xrank", x=x[0].float())
+        claims[f"{norm} vector"] = norm(x[0, 0].float()).shape == (16,)
     q, k, keep = x.view(3, 1, 3, 16), x[:, None, :2], torch.ones(3, 1, 3, 2, dtype=torch.bool)
     keep, four = keep.to(device), q.expand(3, 4, 3, 16)
     for path in (attend, attend_fused):
+        good = {"q": q, "k": k, "v": k, "keep": keep, "scale": 0.5}
+        claims |= check_refuses(path, "q1 v3 keep0 keep3 keeprank", **good)
         refused = [
-            (ValueError, lambda: path(q[0], k, k), "q", "[1, 3, 16]"),
-            (ValueError, lambda: path(q, k[:2], k), "k", "[2, 1, 2, 16]"),
-            (ValueError, lambda: path(q, k[..., :4], k), "k", "[3, 1, 2, 4]"),
-            (ValueError, lambda: path(q, k, k[:, :, :1]), "v", "[3, 1, 1, 16]"),
             (ValueError, lambda: path(four, *[four[:, :3, :2]] * 2), "q", 4, 3),
             (ValueError, lambda: path(four, *[four[:, :0, :2]] * 2), "q", 4, 0),
             (TypeError, lambda: path(q, k.half(), k), "k", "float16"),
             (TypeError, lambda: path(q, k, k.half()), "v", "float16"),
-            (TypeError, lambda: path(q.long(), k, k), "q", "int64"),
-            (TypeError, lambda: path(q, k, k, keep.float()), "keep", "float32"),
             (ValueError, lambda: path(q, k, k, keep[:2]), "keep", "[2, 1, 3, 2]"),
-            (ValueError, lambda: path(q, k, k, keep[..., :2, :]), "keep", "[3, 1, 2, 2]"),
-            (ValueError, lambda: path(q, k, k, keep.expand(3, 2, 3, 2)), "keep", "[3, 2, 3, 2]"),
-            (ValueError, lambda: path(q, k, k, keep[:, :0]), "keep", "[3, 0, 3, 2]"),
             (ValueError, lambda: path(q[..., :0], k[..., :0], k), "q", "[3, 1, 3, 0]"),
-            (ValueError, lambda: path(q, k, k, scale=0.0), "scale", 0.0),
-            (TypeError, lambda: path(q, k, k, [True]), "keep", "list"),
-            (ValueError, lambda: path(q, k, k, keep[None]), "keep", "[1, 3, 1, 3, 2]"),
             (ValueError, lambda: path(q, k, k, logit_softcap=0), "logit_softcap", 0),
         ]
-        name = path.__name__
-        claims[f"{name} refuses"] = all(
-            check_raises(e, call, *words) for e, call, *words in refused
+        claims[f"{path.__name__} refuses"] = all(
+            check_raises(error, call, *words) for error, call, *words in refused
         )
-    positions = torch.arange(3)
-    refused = [
-        (TypeError, lambda: build_causal_mask(positions.float(), positions), "q_positions"),
-        (TypeError, lambda: build_causal_mask(positions, positions.bool()), "k_positions"),
-        (ValueError, lambda: build_causal_mask(positions[None], positions), "q_positions"),
-        (ValueError, lambda: build_causal_mask(positions, positions[0]), "k_positions"),
-        (ValueError, lambda: build_causal_mask(positions, positions, 0), "window", 0),
-        (TypeError, lambda: build_causal_mask(positions, positions, 1.0), "window", 1.0),
-        (TypeError, lambda: build_causal_mask(positions.cfloat(), positions), "complex64"),
-    ]
-    claims["build_causal_mask"] = all(check_raises(e, call, *words) for e, call, *words in refused)
-    layers = [DenseFFN(16, 4), GatedFFN(16, 4), MoEFFN(16, 4)]
-    ranks = {"kv_rank": 4, "rope_dim": 4, "nope_dim": 4, "v_dim": 4}
-    attentions = [MultiHeadAttention(16, 2), MultiHeadLatentAttention(16, 2, **ranks)]
-    for layer in layers + attentions:
-        half = torch.zeros(1, 1, 16).half()
-        claims[f"{type(layer).__name__} dtype"] = check_raises(
-            TypeError, lambda: layer(half), "x", "float32", "float16"
-        )
-    with torch.autocast("cpu", torch.bfloat16):  # where weights are cast anyway
-        claims["autocast"] = layers[0](half.bfloat16()).dtype == torch.bfloat16
-    for layer in (RMSNorm(16), *layers):
-        wide = torch.zeros(2, 16)
-        claims[f"{type(layer).__name__} x"] = (
-            check_raises(ValueError, lambda: layer(wide[:, :1]), "x", "[2, 1]")
-            and check_raises(ValueError, lambda: layer(wide[0, 0]), "x", "[]")
-            and check_raises(TypeError, lambda: layer(wide.long()), "x", "int64")
-            and check_raises(TypeError, lambda: layer([1.0]), "x", "list")
-            and layer(wide[0]).shape == (16,)
-        )
+    positions = {"q_positions": torch.arange(3), "k_positions": torch.arange(2)}
+    claims |= check_refuses(build_causal_mask, "q_positions0 k_positions0", **positions, window=2)
     return claims
 
 
@@ -2881,18 +2905,9 @@ def check_rotation(device: str) -> dict[str, bool]:
         "sinusoids": sines.dtype == torch.float32
         and sines.shape == (200, 5)
         and check_close(sines[199], torch.tensor(late_row), 1e-7),
-        "refused": all(
-            check_raises(error, call, *words)
-            for error, call, *words in [
-                (ValueError, lambda: apply_rope(x[0], cos[:9], sin[:9]), "x", "[3, 9, 8]"),
-                (ValueError, lambda: apply_rope(x, cos[:8], sin[:8]), "cos", "[8, 8]"),
-                (ValueError, lambda: apply_rope(x, cos[:9], sin[:1]), "sin", "[1, 8]"),
-                (ValueError, lambda: apply_rope(x, cos[:9, :3], sin[:9, :3]), "cos", 3),
-                (ValueError, lambda: apply_rope(x[..., :6], cos[:9], sin[:9]), "cos", 6, 8),
-                (TypeError, lambda: apply_rope(x.long(), cos[:9], sin[:9]), "x", "int64"),
-                (ValueError, lambda: apply_rope(x, cos, sin, -1), "start", -1),
-                (ValueError, lambda: apply_rope(x, cos, sin, 292), "cos", 300, 301),
-            ]
+        **check_refuses(apply_rope, "x0 x1 x3", x=x[..., :7], cos=part[0], sin=part[1]),
+        "odd width": check_raises(
+            ValueError, lambda: apply_rope(x, cos[:9, :3], sin[:9, :3]), "cos", 3
         ),
     }
 
@@ -2938,37 +2953,68 @@ def main_demos() -> dict[str, Callable]:
     }
 
 
+def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast.AST]], list]:
+    """Text and syntax tree of each definition in this file, or zip, by name; and its imports."""
+    file, spec = Path(globals().get("__file__", ".")), globals().get("__spec__")
+    try:
+        source = file.read_text("utf-8") if file.is_file() else spec.loader.get_source(spec.name)
+        lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    except (AttributeError, ImportError, UnicodeDecodeError):  # from a pipe, or bytecode alone
+        parser.error("this prints from the script's file, and the script was not run from a file")
+    definitions, imports = {}, []
+    for node in tree.body:
+        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
+            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+                name = part.name if part is node else f"{node.name}.{part.name}"
+                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
+                text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
+                definitions[name] = text, part
+    return definitions, imports
+
+
+def main_name(parser: argparse.ArgumentParser, kind: str, given: str, names: Iterable[str]) -> str:
+    """The name that is meant, in any case; an error with the nearest, or the public ones."""
+    known, word = {name.lower(): name for name in names}, given.lower()
+    if word in known:
+        return known[word]
+    if kind == "name" and word.upper() in main_demos():
+        demo = word.upper()
+        parser.error(f"{demo} is a demo: {demo} alone runs it, --show demo_{demo} prints it")
+    ours = {n.lower() for n, v in globals().items() if getattr(v, "__module__", "") == __name__}
+    if kind == "demo" and word.partition(".")[0] in ours:
+        parser.error(f"{given} is no demo; to print it: --show {given}")
+    helpers = ("demo_", "check_", "reference_", "main", "require_", "_")
+    public = [name for name in known if not name.startswith(helpers)]
+    near = [name for name in public if word in name and len(word) > 2]
+    near = [*dict.fromkeys(near + difflib.get_close_matches(word, public))][:5]
+    hints = [f"nearest: {', '.join(known[name] for name in near)}"] if near else []
+    if kind == "demo" or not near:
+        hints += [f"known: {', '.join(known[name] for name in public if '.' not in name)}"]
+    parser.error(f"unknown {kind} {given}; {'; '.join(hints)}")
+
+
 def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
-    """The imports and definitions that the named ones need, in the order of this file."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    lines, tree = source.splitlines(), ast.parse(source)
-    definitions = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    for name in names:
-        if name not in definitions:
-            parser.error(f"unknown name {name}; known: {', '.join(definitions)}")
+    """The imports and definitions that the named ones need, in this file's order; then methods."""
+    definitions, imports = main_file(parser)
+    names = [main_name(parser, "name", name, definitions) for name in names]
 
-    def used(node: ast.AST) -> set[str]:
-        return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    def used(name: str) -> set[str]:
+        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
 
-    needed, queue = set(), list(names)
+    needed, queue = set(), [name for name in names if "." not in name]
     while queue:
         name = queue.pop()
         if name not in needed:
             needed.add(name)
-            queue += used(definitions[name]) & definitions.keys()
-    chosen = [node for name, node in definitions.items() if name in needed]
-    words = set().union(*map(used, chosen))
-    imports = []
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
-            if node.names:
-                imports.append(ast.unparse(node))
-    texts = [
-        "\n".join(lines[min([n.lineno, *(d.lineno for d in n.decorator_list)]) - 1 : n.end_lineno])
-        for n in chosen
-    ]
-    return "\n\n\n".join(["\n".join(imports), *texts]) + "\n"
+            queue += used(name) & definitions.keys()
+    words, header = set().union(*map(used, needed)), ""
+    for node in imports:
+        node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
+        header += f"{ast.unparse(node)}\n" if node.names else ""
+    chosen = [name for name in definitions if name in needed] + [n for n in names if "." in n]
+    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
+    return "\n\n".join([header, *texts] if header else texts)
 
 
 def main_verdict(demo: Callable, device: str) -> tuple[bool, str]:
@@ -2993,43 +3039,69 @@ def main_run(demos: dict[str, Callable], device: str, closing: str) -> int:
     return 1 if failed else 0
 
 
+def main_answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Do what the options ask for; the exit status."""
+    demos = main_demos()
+    ids = [main_name(parser, "demo", name, demos) for name in options.ids]
+    asked = {"--list": options.list, "--show": options.show, "--device": options.device}
+    asked = [name for name, value in {**asked, "demo ids": ids}.items() if value]
+    if len(asked) > 1 and asked[0] != "--device":
+        parser.error(f"{' and '.join(asked)} exclude each other: give one of them")
+    if options.show:
+        print(main_source(parser, options.show), end="")
+        return 0
+    if options.list:
+        claims = [demo.__doc__ for demo in demos.values()]
+        if None in claims:  # under -OO they stand in the file alone
+            trees = {name: tree for name, (_, tree) in main_file(parser)[0].items()}
+            claims = [ast.get_docstring(trees[demo.__name__]) for demo in demos.values()]
+        print("\n".join(map("  ".join, zip(demos, claims))))
+        return 0
+    device = options.device or "cpu"
+    try:
+        torch.ones(1, device=device).item()
+    except Exception as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        parser.error(f"no device {device}: {reason}")
+    closing = "" if ids else "all transformer block sanity checks passed ✓"
+    return main_run({name: demos[name] for name in ids or demos}, device, closing)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; returns the exit status."""
+    """Do what the command line asks for; returns the exit status, 2 for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="transformer_block.py", description="Transformer blocks, proved by fifteen demos."
     )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="demos to run (default: D01 to D15)")
-    parser.add_argument("--list", action="store_true", help="a line for each demo: what it proves")
-    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or mps (default: cpu)")
+    add = parser.add_argument
+    add("ids", nargs="*", metavar="ID", help="demos to run (default: D01 to D15)")
+    add("--list", action="store_true", help="a line for each demo: what it proves")
+    add("--show", nargs="+", action="extend", default=[], metavar="NAME",
+        help="source of a definition with all that it needs, or of Class.method")  # fmt: skip
+    add("--device", help="cpu, cuda or mps (default: cpu)")
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without ✓ and Δ must not stop the run
-            stream.reconfigure(errors="replace")
-    options, demos = parser.parse_args(argv), main_demos()
-    gc.freeze()  # a collection would walk the half million objects that importing torch leaves
-    for name in options.ids:
-        if name not in demos:
-            parser.error(f"unknown demo {name}; known: {', '.join(demos)}")
+    streams = [s for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")]
+    errors, thawed = [stream.errors for stream in streams], gc.get_freeze_count() == 0
+    for stream in streams:
+        stream.reconfigure(errors="replace")  # a terminal without ✓ and Δ must not stop the run
+    if thawed:
+        gc.freeze()  # a collection would walk the half million objects that importing torch leaves
     try:
-        torch.ones(1, device=options.device).item()
-    except Exception as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]
-        parser.error(f"no device {options.device}: {reason}")
-    try:
-        if options.list:
-            print("\n".join(f"{name}  {demo.__doc__}" for name, demo in demos.items()), flush=True)
-            return 0
-        if options.show:
-            print(main_source(parser, options.show), end="", flush=True)
-            return 0
-        closing = "" if options.ids else "all transformer block sanity checks passed ✓"
-        chosen = {name: demos[name] for name in options.ids or demos}
-        return main_run(chosen, options.device, closing)
+        try:
+            status = main_answer(parser, parser.parse_args(argv))
+        except SystemExit as stop:  # --help, and wrong calls
+            status = stop.code
+        print(end="", flush=True)
     except BrokenPipeError:  # the reader has gone, as in `… | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
+    finally:
+        if thawed:
+            gc.unfreeze()
+        for stream, before in zip(streams, errors):
+            stream.reconfigure(errors=before)
+    return status
 
 
 if __name__ == "__main__":
+    atexit.register(gc.freeze)  # nor need the interpreter walk them on its way out
     sys.exit(main())
