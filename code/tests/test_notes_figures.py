@@ -5,7 +5,6 @@ from the script's counting functions, and the whole phrase must stand in that se
 and line breaks do not matter).
 """
 
-import ast
 import importlib.util
 import math
 import re
@@ -478,9 +477,8 @@ def test_sizes_of_named_models_are_those_of_the_library():
     stated = f"inserts {crossed} layers with gated cross-attention"
     assert stated in section(3) and f"between the {layers - crossed} self-attention" in section(3)
     assert f"{layers} in all" in section(3)
-    shared, all_layers = (lambda c: (c.num_kv_shared_layers, c.num_hidden_layers))(
-        transformers.Gemma3nTextConfig()
-    )
+    nano = transformers.Gemma3nTextConfig()
+    shared, all_layers = nano.num_kv_shared_layers, nano.num_hidden_layers
     assert f"{all_layers - shared} of {all_layers} layers store any" in section(7)
     assert transformers.Llama4TextConfig().no_rope_layers[:4] == [1, 1, 1, 0]
     assert transformers.SmolLM3Config().no_rope_layers[:4] == [1, 1, 1, 0]
