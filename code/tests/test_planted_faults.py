@@ -33,9 +33,9 @@ def test_a_demo_turns_fail_by_comparison(fault):
 
 
 def test_table_in_the_notes_is_the_measured_one():
-    assert planted_faults.TABLE.findall(NOTES) == [planted_faults.table()], (
-        "python code/tests/planted_faults.py --write"
-    )
+    write = "python code/tests/planted_faults.py --write"
+    assert planted_faults.TABLE.findall(NOTES) == [planted_faults.table()], write
+    assert planted_faults.CLASSICS_TABLE.findall(NOTES) == [planted_faults.classics()], write
 
 
 @pytest.mark.parametrize("drill", DRILLS, ids=range(1, len(DRILLS) + 1))
