@@ -278,7 +278,7 @@ class Wiring(TorchFunctionMode):
         for node in self.nodes:
             for read in node.reads:
                 card.arrow(steps[read], steps[node], stream=node.column == read.column == 0)
-        end = Step(steps[self.last].x, steps[self.last].y + pitch, "y")
+        end = Step(steps[self.last].x, steps[self.last].y + 32, "y")
         card.arrow(steps[self.last], end, stream=True)
         for step in (*steps.values(), end):
             card.step(step)
@@ -343,7 +343,7 @@ def describe(node: Node) -> str:
         gate = " gate" if isinstance(part, tb.GatedFFN) else ""
         matrices = sum(weight.dim() == 2 for weight in part.parameters())
         size = f"h = {part.up.out_features / d_model:g} d"
-        lines = [f"{part.act.__name__.upper()}{gate}, {size}", f"{matrices} matrices"]
+        lines = [f"{part.act.__name__}{gate}, {size}", f"{matrices} matrices"]
     else:
         return type(part).__name__
     biased = any("bias" in name for name, _ in part.named_parameters())
@@ -454,7 +454,7 @@ def masks() -> Card:
         left, top = 27 + number % 3 * 120, 20 + number // 3 * 132
         card.title(left + 48, title, top)
         card.cells(left, top + 12, 12, 12, levels, ["#e1e4e8", BLUE])
-    card.text(16, 80, "queries", color=GREY, rotation=90)
+    card.text(16, 80, "queries", color=GREY, rotation=90, va="center")
     card.text(75, 136, "keys", color=GREY)
     return card
 
@@ -524,7 +524,7 @@ def rope() -> Card:
         card.text(38, 42 + 16 * pair, str(pair), ha="right")
     for position in range(0, positions, 10):
         card.text(48.6 + 5.2 * position, 172, str(position))
-    card.text(16, 98, "channel pair", rotation=90)
+    card.text(16, 98, "channel pair", rotation=90, va="center")
     card.text(212, 188, "position")
 
     width, (cos, sin) = 8, tb.build_rope_cache(2, 8)
@@ -604,7 +604,7 @@ def mla() -> Card:
     arrows = "cache up, up expanded, query absorbed, absorbed out, expanded o_proj, out o_proj"
     card.flow(steps, arrows)
     card.wire((364, 62), (364, 142))
-    card.text(WIDTH / 2, 298, f"GFLOP of a layer, S = {S:,}, log scale")
+    card.text(WIDTH / 2, 298, f"GFLOP from cache to o_proj, S = {S:,}, log scale")
     named = {f"{work}, {form}": flops[work, form] for work, form in sorted(flops, reverse=True)}
     bars(card.chart(124, 310, 200, 84), named, [ORANGE, BLUE] * 2)
     return card
@@ -677,7 +677,7 @@ def online_softmax() -> Card:
     card = Card(296, "one row of scores in four tiles")
     ax = card.chart(74, 36, 304, 130)
     colors = [color for color in (BLUE, ORANGE, GREEN, PURPLE) for _ in range(tile)]
-    ax.bar(range(S), scores, color=colors)
+    ax.bar(range(S), scores.tolist(), color=colors)
     edges = [tile * n - 0.5 for n in range(S // tile + 1)]
     ax.stairs([largest for largest, _, _ in columns], edges, baseline=None, color=INK, lw=1.5)
     ax.set(xlim=(-0.5, S - 0.5), xticks=[], ylabel="score")
