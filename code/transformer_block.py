@@ -302,16 +302,54 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     if logit_softcap is not None:
         raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
-    # The kernel's own causal path sets the first query beside the first key: right for T = S alone.
-    is_causal = causal and keep is None and T == S > 1
-    if causal and T > 1 and not is_causal:
-        keep = without_later_keys(keep, T, S, q.device)
+    is_causal = False
     if T == 1:  # as rows of one head a group's queries read each key once, not H/G times
         q = q.reshape(B, G, H // G, head_dim)  # (B, G, H/G, head_dim)
+    elif causal and keep is None and T == S:
+        is_causal = True  # the kernel sets the first query beside the first key
+    elif causal:
+        keep = without_later_keys(keep, T, S, q.device)
     out = F.scaled_dot_product_attention(
         q, k, v, keep, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != G
     )
     return out.reshape(B, H, T, v.shape[-1])  # (B, H, T, d_v)
+
+
+class SinkAttention(nn.Module):
+    """attend with one more logit a head in its softmax, learned and then dropped (gpt-oss).
+
+    For attend= of MultiHeadAttention, arguments and result as there. sinks [H] join the scores
+    after scale, cap and mask, so the weights of a query sum to less than 1: to
+    sigmoid(logsumexp(scores) - sink). It is no token: no key, no value, nothing cached.
+    """
+
+    def __init__(self, n_q_heads: int):
+        super().__init__()
+        require_value(int, n_q_heads=n_q_heads)
+        self.sinks = nn.Parameter(torch.zeros(n_q_heads))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
+                causal: bool = False, scale: float | None = None,
+                logit_softcap: float | None = None) -> Tensor:  # fmt: skip
+        keep = require_attention_inputs(q, k, v, keep, scale)
+        (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
+        if len(self.sinks) != H:
+            raise ValueError(f"n_q_heads={len(self.sinks)} sinks need as many query heads, got {H}")
+        if causal:
+            keep = without_later_keys(keep, T, S, q.device)
+        q = q * (head_dim**-0.5 if scale is None else scale)
+        scores = q.reshape(B, G, H // G * T, head_dim) @ k.mT  # (B, G, H/G*T, S)
+        scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
+        if logit_softcap is not None:
+            require_value(float, logit_softcap=logit_softcap)
+            scores = logit_softcap * torch.tanh(scores / logit_softcap)
+        scores = scores.view(B, H, T, S)
+        if keep is not None:
+            scores = scores.masked_fill(~keep, -math.inf)
+        sinks = self.sinks[:, None, None].expand(B, H, T, 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :S]  # (B, H, T, S)
+        out = weights.to(v.dtype).reshape(B, G, H // G * T, S) @ v  # (B, G, H/G*T, d_v)
+        return out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
 
 
 class MultiHeadAttention(nn.Module):
@@ -560,20 +598,58 @@ class GatedFFN(nn.Module):
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
+class ClampedGatedFFN(nn.Module):
+    """gpt-oss's expert: down((up + 1) * gate * sigmoid(alpha * gate)), [..., d] -> [..., d].
+
+    Versus GatedFFN: biases; gate is clamped above, up on both sides; up = 0 lets the gate through.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, *, alpha: float = 1.702, limit: float = 7.0):
+        super().__init__()
+        require_value(int, d_model=d_model, d_ff=d_ff)
+        require_value(float, alpha=alpha, limit=limit)
+        self.d_model, self.alpha, self.limit = d_model, alpha, limit
+        self.gate = nn.Linear(d_model, d_ff)
+        self.up = nn.Linear(d_model, d_ff)
+        self.down = nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_tensor("x", x, ..., self.d_model, layer=self.up)
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(-self.limit, self.limit)
+        return self.down((up + 1) * gate * torch.sigmoid(self.alpha * gate))
+
+
+def count_choices(experts: Tensor, n_experts: int) -> Tensor:
+    """How often each expert was chosen, [E]; unlike bincount without waiting for the device."""
+    chosen = experts.flatten()
+    return chosen.new_zeros(n_experts).scatter_add(0, chosen, torch.ones_like(chosen))
+
+
+def balance_loss(scores: Tensor, counts: Tensor) -> Tensor:
+    """Switch's balance loss without its coefficient, E * sum(f P) (arXiv:2101.03961 §2.2).
+
+    f is the share of the choices that counts [E] gives an expert, P the mean over the tokens of its
+    share of their scores [N, E]. 1 where both are even, at most E; 0 for no tokens. Padding counts.
+    """
+    mean = (scores / (scores.sum(dim=1, keepdim=True) + 1e-20)).sum(dim=0) / max(len(scores), 1)
+    return len(counts) * (mean * counts / counts.sum().clamp(min=1)).sum()
+
+
 class MoEFFN(nn.Module):
     """Each token goes to its likeliest expert, [..., d] -> [..., d] (Switch, arXiv:2101.03961 §2).
 
     The output is that expert's times its router probability, which is not renormalised: over one
     expert it would be 1, and the router would never learn. After a forward, tokens_per_expert
-    counts the tokens, and aux_loss is Switch's balance loss without its coefficient, E * sum(f P)
-    with f the share of tokens and P the mean probability of an expert.
+    counts the tokens, and aux_loss is their balance_loss. An expert without tokens is called on no
+    rows: its gradients are zeros, so that ranks whose tokens route apart agree.
     """
 
     def __init__(self, d_model: int, d_ff: int, n_experts: int = 4, top_k: int = 1):
         super().__init__()
         require_value(int, n_experts=n_experts)
         if top_k != 1:
-            raise NotImplementedError(f"top_k must be 1, got {top_k!r}")
+            raise NotImplementedError(f"top_k must be 1, got {top_k!r}: see MixtureFFN")
         self.d_model = d_model
         self.experts = nn.ModuleList(GatedFFN(d_model, d_ff) for _ in range(n_experts))
         self.router = nn.Linear(d_model, n_experts, bias=False)
@@ -584,25 +660,129 @@ class MoEFFN(nn.Module):
         require_tensor("x", x, ..., self.d_model, layer=self.router)
         tokens = x.reshape(-1, self.d_model)  # (N, d)
         logits = self.router(tokens)  # (N, E)
-        logits = logits.float() if x.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         probs = logits.softmax(dim=1)  # (N, E)
         weight, expert = probs.max(dim=1)  # (N)
-        counts = expert.bincount(minlength=len(self.experts))  # (E)
-        self.tokens_per_expert = counts.tolist()  # the one synchronisation with the host
-        n_tokens = max(len(tokens), 1)
-        share, mean_prob = counts.to(probs) / n_tokens, probs.sum(dim=0) / n_tokens  # (E)
-        self.aux_loss = len(self.experts) * (share * mean_prob).sum()
-        out = torch.empty_like(tokens)  # (N, d)
-        groups = expert.argsort().split(self.tokens_per_expert)  # token indices of each expert
-        for ffn, rows in zip(self.experts, groups):
-            if len(rows):  # an idle expert is not called, and gets no gradient
-                out[rows] = (weight[rows, None] * ffn(tokens[rows])).to(out.dtype)
-        return out.view_as(x)
+        counts = count_choices(expert, len(self.experts))  # (E)
+        sizes = counts.tolist()  # the one synchronisation with the host
+        self.tokens_per_expert, self.aux_loss = sizes, balance_loss(probs, counts)
+        order = expert.argsort()  # the first expert's tokens, then the second's, …
+        pieces = tokens.index_select(0, order).split(sizes)
+        out = torch.cat([ffn(piece) for ffn, piece in zip(self.experts, pieces)])  # (N, d)
+        out = (weight[order, None] * out).to(x.dtype)
+        return torch.empty_like(out).index_copy(0, order, out).view_as(x)
 
     def __getstate__(self) -> dict:
         """For copy and pickle, which take no tensor with a graph behind it."""
         aux_loss = None if self.aux_loss is None else self.aux_loss.detach()
         return {**self.__dict__, "aux_loss": aux_loss}
+
+
+class SoftmaxRouter(nn.Module):
+    """tokens [N, d] -> weights [N, k] and experts [N, k] (int64, best first): Mixtral, Qwen3.
+
+    The top_k of a softmax over all experts, renormalised over the chosen or not, times scale. With
+    groups only from the top_groups groups that hold the best single experts (DeepSeek-V2,
+    arXiv:2405.04434 §2.2.2). gpt-oss has a bias; its softmax over the chosen logits is the same.
+    Leaves tokens_per_expert (a list, fetched when read) and aux_loss, the balance_loss.
+    """
+
+    def __init__(self, d_model: int, n_experts: int, top_k: int, *, renormalise: bool = True,
+                 scale: float = 1.0, n_groups: int = 1, top_groups: int = 1,
+                 bias: bool = False):  # fmt: skip
+        super().__init__()
+        require_routing(d_model, n_experts, top_k, scale, n_groups, top_groups)
+        self.d_model, self.n_experts, self.top_k = d_model, n_experts, top_k
+        self.renormalise, self.scale = renormalise, scale
+        self.n_groups, self.top_groups = n_groups, top_groups
+        self.router = nn.Linear(d_model, n_experts, bias=bias)
+        self.counts: Tensor | None = None  # choices that fell on each expert, [E]
+        self.aux_loss: Tensor | None = None
+
+    @property
+    def tokens_per_expert(self) -> list[int] | None:
+        return None if self.counts is None else self.counts.tolist()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        require_tensor("tokens", tokens, "N", self.d_model, layer=self.router)
+        logits = self.router(tokens)  # (N, E)
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        scores, experts = self.choose(logits)  # (N, E), (N, k)
+        weights = scores.gather(1, experts)  # (N, k)
+        if self.renormalise:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        counts = count_choices(experts, self.n_experts)
+        self.counts, self.aux_loss = counts, balance_loss(scores, counts)
+        return (self.scale * weights).to(tokens.dtype), experts
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        probs = logits.softmax(dim=1)
+        return probs, self.best_experts(probs, group_best=1)
+
+    def best_experts(self, scores: Tensor, group_best: int) -> Tensor:
+        """The top_k of scores in the groups whose group_best best sum highest: int64 [N, k]."""
+        groups = scores.unflatten(1, (self.n_groups, -1))  # (N, n_groups, E/n_groups)
+        best = groups.topk(min(group_best, groups.shape[2])).values.sum(dim=2)  # (N, n_groups)
+        kept = best.topk(self.top_groups).indices  # (N, top_groups)
+        shut = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)  # (N, n_groups)
+        scores = groups.masked_fill(shut[:, :, None], -math.inf).flatten(1)  # (N, E)
+        return scores.topk(self.top_k).indices
+
+    __getstate__ = MoEFFN.__getstate__
+
+
+class SigmoidRouter(SoftmaxRouter):
+    """SoftmaxRouter with a sigmoid for each expert (DeepSeek-V3, arXiv:2412.19437 §2.1.2).
+
+    selection_bias [E], a buffer that training moves by hand, is added for the choice only; the
+    weights come from the scores without it. A group scores as the sum of its two best experts.
+    Llama-4: no selection_bias, no renormalising, top-1.
+    """
+
+    def __init__(self, d_model: int, n_experts: int, top_k: int, *, renormalise: bool = True,
+                 scale: float = 1.0, n_groups: int = 1, top_groups: int = 1,
+                 selection_bias: bool = True):  # fmt: skip
+        super().__init__(d_model, n_experts, top_k, renormalise=renormalise, scale=scale,
+                         n_groups=n_groups, top_groups=top_groups)  # fmt: skip
+        self.register_buffer("selection_bias", torch.zeros(n_experts) if selection_bias else None)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ranked = scores if self.selection_bias is None else scores + self.selection_bias
+        return scores, self.best_experts(ranked, group_best=2)
+
+
+class MixtureFFN(nn.Module):
+    """Several experts a token, [..., d] -> [..., d]: sum of weight * expert(x), plus shared(x).
+
+    router gives tokens [N, d] weights and experts [N, k] and keeps its counts and aux_loss.
+    weigh_input puts the weight on the expert's input (Llama-4). The work grows with N * k; an idle
+    expert is called on no rows. No mask comes here: padding is routed and counted too.
+    """
+
+    def __init__(self, router: nn.Module, experts: Iterable[nn.Module],
+                 shared: nn.Module | None = None, *, weigh_input: bool = False):  # fmt: skip
+        super().__init__()
+        experts = require_mixture(router, experts, shared)
+        self.router, self.experts, self.shared = router, nn.ModuleList(experts), shared
+        self.weigh_input = weigh_input
+
+    def forward(self, x: Tensor) -> Tensor:
+        width, layer = getattr(self.router, "d_model", "d"), getattr(self.router, "router", None)
+        require_tensor("x", x, ..., width, layer=layer)
+        tokens = x.reshape(-1, x.shape[-1])  # (N, d)
+        weights, chosen = self.router(tokens)  # (N, k)
+        N, k = chosen.shape
+        order = chosen.flatten().argsort()  # the choices of the first expert, of the second, …
+        sizes = count_choices(chosen, len(self.experts)).tolist()  # the one wait for the device
+        weight = weights.flatten()[order, None]  # (N*k, 1)
+        rows = tokens.index_select(0, order // k)  # (N*k, d)
+        pieces = (weight * rows if self.weigh_input else rows).split(sizes)
+        out = torch.cat([ffn(piece) for ffn, piece in zip(self.experts, pieces)])  # (N*k, d)
+        out = out if self.weigh_input else weight * out
+        out = torch.empty_like(out).index_copy(0, order, out).unflatten(0, (N, k)).sum(dim=1)
+        out = out.to(x.dtype).view_as(x)
+        return out if self.shared is None else out + self.shared(x)
 
 
 # =============================================================================================
@@ -1164,6 +1344,34 @@ def require_attention_inputs(
     return keep[(None,) * (4 - keep.dim())]
 
 
+def require_routing(d_model: int, n_experts: int, top_k: int, scale: float, n_groups: int,
+                    top_groups: int) -> None:  # fmt: skip
+    """Refuse experts that the groups do not divide, or fewer open ones than are to be chosen."""
+    require_value(int, d_model=d_model, n_experts=n_experts, top_k=top_k)
+    require_value(int, n_groups=n_groups, top_groups=top_groups)
+    require_value(float, scale=scale)
+    if n_experts % n_groups:
+        raise ValueError(f"n_groups={n_groups} must divide n_experts={n_experts}")
+    if top_groups > n_groups:
+        raise ValueError(f"top_groups must be at most n_groups={n_groups}, got {top_groups}")
+    if top_k > n_experts // n_groups * top_groups:
+        raise ValueError(f"top_k must be at most the {n_experts // n_groups * top_groups} experts "
+                         f"of top_groups={top_groups} groups, got {top_k}")  # fmt: skip
+
+
+def require_mixture(router: object, experts: object, shared: object) -> list[nn.Module]:
+    """The experts as a list; refuses what is no module, and another number than the router's."""
+    experts = list(experts) if isinstance(experts, Iterable) else [experts]
+    shared = [] if shared is None else [shared]
+    for name, parts in (("router", [router]), ("experts", experts), ("shared", shared)):
+        if not all(isinstance(part, nn.Module) for part in parts):
+            raise TypeError(f"{name} must be of torch modules, got {parts}")
+    wanted = getattr(router, "n_experts", max(len(experts), 1))
+    if len(experts) != wanted:
+        raise ValueError(f"experts must be the router's {wanted}, got {len(experts)}")
+    return experts
+
+
 def require_windows(windows: object, n_layers: int) -> None:
     """Refuse windows that are not one for each of the blocks, or not above 0."""
     if not isinstance(windows, (list, tuple)):
@@ -1505,18 +1713,53 @@ def reference_ffn(ffn: nn.Module, x: Tensor) -> Tensor:
             best = max(range(len(odds)), key=odds.__getitem__)
             out[at] = odds[best] / sum(odds) * reference_ffn(ffn.experts[best], x[at])
         return out
+    if isinstance(ffn, MixtureFFN):
+        out = torch.zeros_like(x) if ffn.shared is None else reference_ffn(ffn.shared, x)
+        for at in itertools.product(*map(range, x.shape[:-1])):
+            for e, weight in reference_route(ffn.router, x[at]).items():
+                before, after = (weight, 1.0) if ffn.weigh_input else (1.0, weight)
+                out[at] += after * reference_ffn(ffn.experts[e], before * x[at])
+        return out
     formula = {
         F.relu: lambda h: h * (h > 0),
         F.gelu: lambda h: h * (1 + torch.erf(h / 2**0.5)) / 2,
         F.silu: lambda h: h / (1 + torch.exp(-h)),
-    }[ffn.act]
+    }.get(getattr(ffn, "act", None))
 
     def linear(layer: nn.Linear, h: Tensor) -> Tensor:
         return h @ layer.weight.T + (0.0 if layer.bias is None else layer.bias)
 
+    if isinstance(ffn, ClampedGatedFFN):
+        g, u = linear(ffn.gate, x), linear(ffn.up, x)
+        g, u = torch.where(g > ffn.limit, ffn.limit, g), torch.where(u > ffn.limit, ffn.limit, u)
+        u = torch.where(u < -ffn.limit, -ffn.limit, u)
+        return linear(ffn.down, (u + 1) * g / (1 + torch.exp(-ffn.alpha * g)))
     if isinstance(ffn, GatedFFN):
         return linear(ffn.down, formula(linear(ffn.gate, x)) * linear(ffn.up, x))
     return linear(ffn.down, formula(linear(ffn.up, x)))
+
+
+def reference_scores(router: nn.Module, token: Tensor) -> list[float]:
+    """What the experts score for one token, in plain Python."""
+    bias = 0.0 if router.router.bias is None else router.router.bias
+    odds = [math.exp(logit) for logit in (router.router.weight @ token + bias).tolist()]
+    sigmoid = isinstance(router, SigmoidRouter)
+    return [o / (1 + o) if sigmoid else o / sum(odds) for o in odds]
+
+
+def reference_route(router: nn.Module, token: Tensor) -> dict[int, float]:
+    """The experts of one token and their weights, best first, by sorting."""
+    scores = reference_scores(router, token)
+    shift = getattr(router, "selection_bias", None)
+    shift = [0.0] * len(scores) if shift is None else shift.tolist()
+    rank = [score + more for score, more in zip(scores, shift)]
+    size, n = len(rank) // router.n_groups, 2 if isinstance(router, SigmoidRouter) else 1
+    groups = [range(g * size, (g + 1) * size) for g in range(router.n_groups)]
+    groups.sort(key=lambda group: sum(sorted(rank[e] for e in group)[-n:]), reverse=True)
+    kept = sorted(itertools.chain(*groups[: router.top_groups]), key=lambda e: -rank[e])
+    weights = {e: scores[e] for e in kept[: router.top_k]}
+    total = sum(weights.values()) if router.renormalise else 1.0
+    return {e: router.scale * weight / total for e, weight in weights.items()}
 
 
 def reference_block(
@@ -2189,6 +2432,10 @@ def check_counts(device: str) -> dict[str, bool]:
         DenseFFN: (F.gelu, False),
         GatedFFN: (F.silu, False),
         MoEFFN: (4, 1),
+        SoftmaxRouter: (True, 1.0, 1, 1, False),
+        SigmoidRouter: (True, 1.0, 1, 1, True),
+        MixtureFFN: (None, False),
+        ClampedGatedFFN: (1.702, 7.0),
         RMSNorm: (1e-6,),
         KVCache: (None,),
         MultiHeadAttention: (None, None, False, None, False, False, None, None, 1e-6, attend),
@@ -2316,7 +2563,7 @@ def demo_D08(device: str = "cpu") -> tuple[bool, str]:
 
 @check_seeded(7)  # three tokens then go to experts 0, 2 and 2
 def demo_D09(device: str = "cpu") -> tuple[bool, str]:
-    """Every parameter gets a finite gradient that is not zero; idle experts get none."""
+    """Every parameter gets a finite gradient that is not zero; idle experts get zeros."""
     cos, sin = build_rope_cache(3, 12, device=device)
     x = torch.randn(1, 3, 96).to(device)
     dense = ModernDecoderBlock().to(device)
@@ -2334,7 +2581,7 @@ def demo_D09(device: str = "cpu") -> tuple[bool, str]:
     used = [n > 0 for n in moe.tokens_per_expert]
     idle = [p for n, expert in zip(used, moe.experts) if not n for p in expert.parameters()]
     touched = all(alive(expert.parameters()) for n, expert in zip(used, moe.experts) if n)
-    experts = touched and all(p.grad is None for p in idle)
+    experts = touched and all(p.grad is not None and not p.grad.any() for p in idle)
     router = alive(moe.router.parameters())
     rest = alive(p for name, p in sparse.named_parameters() if not name.startswith("ffn."))
     return check_claims(
@@ -2346,7 +2593,7 @@ def demo_D09(device: str = "cpu") -> tuple[bool, str]:
         dense=finite and nonzero,
         routed=sum(moe.tokens_per_expert) == 3 and len(idle) >= 3,
         sparse=experts and router and rest,
-        **check_more(check_exact_device(device), check_experts),
+        **check_more(check_exact_device(device), check_experts, check_mixtures),
     )
 
 
@@ -2396,6 +2643,137 @@ def check_experts(device: str) -> dict[str, bool]:
         inputs = [t.clone().requires_grad_() for t in (q, k, k)]
         path(*inputs, keep).square().sum().backward()
         claims[path.__name__] = all(t.grad.isfinite().all() and t.grad.any() for t in inputs)
+    return claims
+
+
+def check_mixtures(device: str) -> dict[str, bool]:
+    """Routers and mixtures against one token at a time, clamped experts, sinks in attention."""
+    sizes, x, claims = (6, 8, 3), check_draw(2, 7, 6, device=device), {}
+    groups, whole = {"n_groups": 2, "top_groups": 1}, {"renormalise": False}
+    for i, (kind, options) in enumerate(
+        [
+            (SoftmaxRouter, {"bias": True}),
+            (SoftmaxRouter, {"scale": 16.0, **whole, **groups}),
+            (SigmoidRouter, {"scale": 2.5, **groups}),
+            (SigmoidRouter, {"n_groups": 8, "top_groups": 5, **whole}),
+            (SigmoidRouter, {"selection_bias": False}),
+        ]
+    ):
+        router = kind(*sizes, **options)
+        new = (router.tokens_per_expert, copy.copy(router).aux_loss) == (None, None)
+        experts = [ClampedGatedFFN(6, 5, alpha=1.3, limit=0.4) for _ in range(8)]
+        mixture = MixtureFFN(router, experts, DenseFFN(6, 5) if i else None, weigh_input=i == 4)
+        check_randomized(mixture, device)
+        router.router.weight.data.mul_(3)
+        biased = "selection_bias" in router.state_dict()
+        if biased:
+            new = new and not router.selection_bias.any()
+            router.selection_bias.uniform_(-0.5, 0.5)
+        mixture(x[0, :2]).sum().backward()
+        used = [n > 0 for n in router.tokens_per_expert]
+        taught = [any(p.grad.any() for p in ffn.parameters()) for ffn in experts]
+        weights, chosen = router(x[0])
+        routes = [reference_route(router, token) for token in x[0]]
+        by_hand = torch.tensor([[*route.values()] for route in routes], dtype=torch.float64)
+        scores = [reference_scores(router, token) for token in x[0]]
+        counts = [sum(e in route for route in routes) for e in range(8)]
+        mean = [sum(row[e] / sum(row) for row in scores) / 7 for e in range(8)]
+        balance = 8 * sum(n / 21 * p for n, p in zip(counts, mean))
+        claims |= {
+            f"{i} new": new and biased == (i in (2, 3)) and (router.router.bias is None) == (i > 0),
+            f"{i} options": all(vars(router).get(k, v) == v for k, v in options.items()),
+            f"{i} experts": chosen.tolist() == [list(route) for route in routes],
+            f"{i} weights": check_gap(weights, by_hand) < 1e-11,
+            f"{i} counts": router.tokens_per_expert == counts,
+            f"{i} balance": abs(router.aux_loss.item() - balance) < 1e-12,
+            f"{i} idle": taught == used and sum(used) < 7,
+            f"{i} router learns": router.router.weight.grad.any(),
+            f"{i} output": check_close(mixture(x), reference_ffn(mixture, x)),
+            f"{i} none": mixture(x[:0]).shape == (0, 7, 6) and router.aux_loss.item() == 0,
+        }
+    wrapped = MixtureFFN(nn.Sequential(router), experts, mixture.shared, weigh_input=True)
+    claims["a wrapped router"] = torch.equal(wrapped(x), mixture(x))
+    router.router.weight.data.fill_(-1e4)
+    empty = router(x[0].abs())[0]  # scores that round to zero
+    claims["no weight left"] = not empty.any() and router.aux_loss.item() == 0
+    claims["copies"] = not copy.deepcopy(mixture).router.aux_loss.requires_grad
+    sink = SinkAttention(1).to(device)
+    nn.init.constant_(sink.sinks, 2049.0)
+    for dtype in (torch.float16, torch.bfloat16):
+        score = torch.full((1, 1, 1, 1), 2048.0, dtype=dtype, device=device)
+        one = torch.ones_like(score)  # 2049 is in neither dtype
+        claims[f"sink, {dtype}"] = abs(sink(score, one, one).item() - 1 / (1 + math.e)) < 1e-2
+        half = MixtureFFN(SigmoidRouter(6, 2, 1), [GatedFFN(6, 5)] * 2).to(device, dtype)
+        out, weights = half(x.to(dtype)), half.router(x[0].to(dtype))[0]
+        same = out.dtype == weights.dtype == dtype
+        claims[f"{dtype}"] = same and half.router.aux_loss.dtype == torch.float32
+    half.router.selection_bias = torch.tensor([0.0, 1e-4], device=device)
+    half.router.router.weight.data.zero_()  # both score 0.5, and 0.5001 is no bfloat16
+    half(x.to(dtype))
+    with torch.autocast(x.device.type, torch.bfloat16):
+        claims["autocast"] = mixture.float()(x.float()).dtype == torch.float32
+    claims["bias stays wide"] = half.router.tokens_per_expert == [0, 14]
+
+    q, k = check_draw(3, 4, 2, 5, device=device), check_draw(3, 2, 4, 5, device=device)
+    v, keep = check_draw(3, 2, 4, 6, device=device), reference_causal(2, 4, 3).repeat(3, 1, 1, 1)
+    keep[0, 0, 1] = False  # a query without keys
+    sink = SinkAttention(4).to(device)  # float32: may be wider than q
+    claims["sinks start at zero"] = not sink.sinks.any()
+    nn.init.uniform_(sink.sinks, -1, 1)
+    for options in ({}, {"causal": True, "scale": 0.3}, {"keep": keep, "logit_softcap": 1.5}):
+        # A sink is one more key, of value zero, alone in a channel of its own, and not capped.
+        scale, cap = options.get("scale", 5**-0.5), options.get("logit_softcap")
+        b = sink.sinks.double()[:, None, None].expand(3, 4, 2, 1)
+        wide_q = torch.cat((scale * q, b if cap is None else cap * (b / cap).atanh()), dim=3)
+        wide_k = F.pad(k, (0, 1, 1, 0))
+        wide_k[:, :, 0, 5] = 1
+        seen = reference_causal(2, 4) if options.get("causal") else torch.ones(2, 4).bool()
+        seen = F.pad(options.get("keep", seen), (1, 0), value=True)
+        expected = reference_attention(wide_q, wide_k, F.pad(v, (0, 0, 1, 0)), seen, 1.0, cap)
+        given = {name: o.to(device) if name == "keep" else o for name, o in options.items()}
+        out = sink(q, k, v, **given)
+        claims[f"sinks {[*options]}"] = check_close(out, expected)
+    claims["sinks without a key"] = not out[0, :, 1].any()
+
+    few = functools.partial(SoftmaxRouter, 4, 4)
+    layer, router = ClampedGatedFFN(4, 4), SigmoidRouter(4, 4, 2)
+    mixture = MixtureFFN(router, [layer] * 4)
+    numbers = {"top_k": 2, "scale": 0.5, "n_groups": 2, "top_groups": 1}
+    for call, free, good in (
+        (ClampedGatedFFN, "", {"d_model": 4, "d_ff": 4, "alpha": 0.5, "limit": 0.5}),
+        (SoftmaxRouter, "", {"d_model": 4, "n_experts": 4, **numbers}),
+        (SigmoidRouter, "", {"d_model": 4, "n_experts": 4, **numbers}),
+        (SinkAttention, "", {"n_q_heads": 4}),
+        (
+            functools.partial(MixtureFFN, experts=[layer] * 4),
+            "",
+            {"router": router, "shared": layer},
+        ),
+        (layer, "x0 xrank", {"x": torch.zeros(2, 4)}),
+        (router, "tokens0", {"tokens": torch.zeros(2, 4)}),
+        (mixture, "x0 xrank", {"x": torch.zeros(2, 4)}),
+    ):
+        claims |= check_refuses(call, free, **good)
+    half = torch.zeros(2, 4, dtype=torch.float16)
+    for i, (error, call, *words) in enumerate(
+        [
+            (ValueError, lambda: few(5), "top_k", 4, 5),
+            (ValueError, lambda: few(3, n_groups=2), "top_k", 2, 3),
+            (ValueError, lambda: few(1, n_groups=3), "n_groups=3", "n_experts=4"),
+            (ValueError, lambda: few(1, n_groups=2, top_groups=3), "top_groups", 2, 3),
+            (ValueError, lambda: MixtureFFN(router, [layer]), "experts", 4, 1),
+            (ValueError, lambda: MixtureFFN(nn.Identity(), []), "experts", 1, 0),
+            (TypeError, lambda: MixtureFFN(router, [layer, 3]), "experts", "[", 3),
+            (TypeError, lambda: MixtureFFN(router, 3), "experts", 3),
+            (ValueError, lambda: sink(q[:, :2], k, v), "n_q_heads=4", 2),
+            (ValueError, lambda: sink(q, k, v, logit_softcap=0.0), "logit_softcap", 0.0),
+            (ValueError, lambda: sink(q, k, v, scale=0.0), "scale", 0.0),
+            (TypeError, lambda: layer(half), "x must", "float16"),
+            (TypeError, lambda: router(half), "tokens must", "float16"),
+            (TypeError, lambda: mixture(half), "x must", "float16"),
+        ]
+    ):
+        claims[f"mixtures {i} {words}"] = check_raises(error, call, *words)
     return claims
 
 

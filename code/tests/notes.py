@@ -43,7 +43,8 @@ class Quoted:
         if "." in name:
             method = name.partition(".")[2]
             node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
-        lines = self.source.split("\n")[node.lineno - 1 : node.end_lineno]  # with a last comment
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines = self.source.split("\n")[first - 1 : node.end_lineno]  # with a comment at the end
         return textwrap.dedent("\n".join(lines))
 
     def with_all(self, name: str) -> str:

@@ -2,8 +2,10 @@
 
 python3 code/tests/planted_faults.py              the table of the notes, measured
 python3 code/tests/planted_faults.py NAME ...     the change a fault makes, and what the demos say
+python3 code/tests/planted_faults.py --list       the names, and what one would see
 """
 
+import argparse
 import ast
 import difflib
 import functools
@@ -815,13 +817,45 @@ def explain(fault: Fault) -> str:
     return "\n".join([*diff, *said])
 
 
-if __name__ == "__main__":
+def fault_named(parser: argparse.ArgumentParser, name: str) -> Fault:
+    """The fault of that name, in any case; an error with the nearest names, or all of them."""
+    if name.lower() in BY_NAME:
+        return BY_NAME[name.lower()]
+    word = name.lower()
+    near = [known for known in BY_NAME if len(word) > 2 and word in known]
+    near += difflib.get_close_matches(word, BY_NAME)
+    hint = f"nearest: {', '.join(dict.fromkeys(near))}" if near else f"known: {', '.join(BY_NAME)}"
+    parser.error(f"unknown fault {name}; {hint}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="planted_faults.py",
+        description="Plants faults in transformer_block.py, one at a time, and runs its demos.",
+        epilog=f"Without a name all {len(FAULTS)} are planted, which takes half a minute.",
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="faults: their change and what the demos then say"
+    )
+    parser.add_argument("--list", action="store_true", help="the names and what one would see")
+    parser.add_argument("--write", action="store_true", help="put the table into the notes")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    options = parser.parse_args(argv)
+    chosen = list(dict.fromkeys(fault_named(parser, name) for name in options.names))
+    if bool(chosen) + options.list + options.write > 1:
+        parser.error("names, --list and --write exclude each other")
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
-    if sys.argv[1:] == ["--write"]:
+    if options.write:
         notes = NOTES.read_text(encoding="utf-8")
         notes = CLASSICS_TABLE.sub(lambda _: classics(), TABLE.sub(lambda _: table(), notes))
         NOTES.write_text(notes, encoding="utf-8")
-    elif unknown := [name for name in sys.argv[1:] if name not in BY_NAME]:
-        sys.exit(f"unknown fault {unknown[0]}; known: {', '.join(BY_NAME)}")
+    elif options.list:
+        width = max(map(len, BY_NAME))
+        print("\n".join(f"{fault.name:{width}}  {fault.symptom}" for fault in FAULTS))
     else:
-        print("\n\n".join(explain(BY_NAME[name]) for name in sys.argv[1:]) or table())
+        print("\n\n".join(map(explain, chosen)) or table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tensor_parallel.py"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "code" / "examples" / "tensor_parallel.py"
 RANKS = 2
 D, H, G, D_H, D_FF = 48, 8, 4, 6, 40
 B, PIECES = 2, [5, 1, 3, 1]  # a prompt, then a token, a chunk, a token
@@ -178,12 +179,11 @@ def test_fully_sharded_one_step_gives_the_same_parameters(ranks):
             )
 
 
-def run_example(*command: str) -> subprocess.CompletedProcess:
+def run_example(*command: str, **options) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     environment.pop("RANK", None)
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment, check=False
-    )
+    options = {"capture_output": True, "text": True, "env": environment, **options}
+    return subprocess.run([sys.executable, *command], check=False, **options)
 
 
 def test_the_example_shows_both_under_torchrun():
@@ -198,8 +198,10 @@ def test_the_example_shows_both_under_torchrun():
 
 
 @pytest.mark.parametrize(("options", "status"), [(["--help"], 0), ([], 2)])
-def test_the_example_says_how_it_is_started(options, status):
-    run = run_example(str(EXAMPLE), *options)
+def test_the_example_says_its_torchrun_line(options, status):
+    run = run_example(str(EXAMPLE.relative_to(ROOT)), *options, cwd=ROOT)
     assert run.returncode == status
-    assert "torchrun" in run.stdout + run.stderr
+    line = "torchrun --standalone --nproc-per-node 2 code/examples/tensor_parallel.py"
+    assert line in (run.stderr if status else run.stdout)
     assert "Traceback" not in run.stderr
+    assert run.stderr.count("\n") == (1 if status else 0)

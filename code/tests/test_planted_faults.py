@@ -60,3 +60,48 @@ def test_drill_shows_a_fault_of_the_catalogue_and_demos_that_see_it(drill):
 
 def test_there_are_ten_drills():
     assert len(DRILLS) == 10
+
+
+def refused(capsys, *arguments):
+    """The one line that a wrong call gets."""
+    with pytest.raises(SystemExit) as stopped:
+        planted_faults.main(list(arguments))
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1)
+    return err
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("keys-rotated-twise", "nearest: keys-rotated-twice"),
+        ("group-tiled", "nearest: groups-tiled"),
+        ("top-p", "nearest: top-p-off-by-one"),
+        ("zzzz", f"known: {', '.join(planted_faults.BY_NAME)}\n"),
+    ],
+)
+def test_an_unknown_fault_gets_the_nearest_names(name, nearest, capsys):
+    assert f"unknown fault {name}; {nearest}" in refused(capsys, name)
+
+
+def test_options_that_exclude_each_other_are_refused(capsys):
+    assert "exclude" in refused(capsys, "--list", "--write")
+    assert "exclude" in refused(capsys, "groups-tiled", "--write")
+
+
+def test_help_says_what_the_command_does(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        planted_faults.main(["--help"])
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, err) == (0, "")
+    assert all(word in out for word in ("NAME", "--list", "--write", "demos"))
+
+
+def test_list_and_one_fault_are_printed(capsys):
+    assert planted_faults.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(planted_faults.BY_NAME)
+    assert planted_faults.main(["Groups-Tiled"]) == 0
+    out = capsys.readouterr().out
+    assert out == planted_faults.explain(planted_faults.BY_NAME["groups-tiled"]) + "\n"
+    assert re.search(r"^\[D05\].*FAIL$", out, re.M)
