@@ -639,24 +639,34 @@ def stream_growth() -> Card:
 
 
 def routing() -> Card:
-    """Tokens per expert before and after the router has learned from the balance loss."""
-    n_experts, steps = 8, 200
-    moe = tb.MoEFFN(32, 8, n_experts)
-    tokens = torch.randn(1024, 32) + 0.7 * torch.randn(32)  # what all share favours a few experts
-    optimizer = torch.optim.Adam(moe.router.parameters(), lr=0.01)
-    card = Card(350)
-    for step in range(steps + 1):
-        moe(tokens)
-        if step in (0, steps):
-            ax = card.chart(54, 32 + 165 * (step > 0), 318, 104)
-            ax.bar(range(n_experts), moe.tokens_per_expert, color=BLUE if step else ORANGE)
-            ax.axhline(len(tokens) / n_experts, color=INK, lw=1, ls="--")
-            title = f"after {step} steps on the balance loss: {moe.aux_loss:.2f}"
-            ax.set_title(title, fontsize=10.5, fontweight="bold")
-            ax.set(xticks=range(n_experts), xlabel="expert", ylabel="tokens", ylim=(0, 500))
+    """Tokens per expert before and after two ways to balance them."""
+    d_model, n_experts, steps = 32, 8, 200
+    tokens = torch.randn(1024, d_model)
+    tokens += torch.randn(d_model)  # what all share favours a few experts
+    even = len(tokens) / n_experts
+    softmax, sigmoid = (kind(d_model, n_experts, 1) for kind in (tb.SoftmaxRouter, tb.SigmoidRouter))
+    sigmoid.router.load_state_dict(softmax.router.state_dict())
+    optimizer = torch.optim.Adam(softmax.parameters(), lr=0.01)
+    softmax(tokens)
+    loads = {"untrained, top-1": softmax.tokens_per_expert}
+    for _ in range(steps):
+        softmax(tokens)
         optimizer.zero_grad()
-        moe.aux_loss.backward()
+        softmax.aux_loss.backward()
         optimizer.step()
+        sigmoid(tokens)
+        sigmoid.selection_bias += 0.01 * (even - torch.tensor(sigmoid.tokens_per_expert)).sign()
+    loads[f"{steps} steps on the balance loss"] = softmax.tokens_per_expert
+    loads[f"{steps} steps of the selection bias"] = sigmoid.tokens_per_expert
+    card = Card(400)
+    for number, (title, load) in enumerate(loads.items()):
+        top = 34 + 122 * number
+        card.title(WIDTH / 2, title, top - 14)
+        ax = card.chart(54, top, 318, 72)
+        ax.bar(range(n_experts), load, color=(ORANGE, BLUE, GREEN)[number])
+        ax.axhline(even, color=INK, lw=1, ls="--")
+        ax.set(xticks=range(n_experts), ylabel="tokens", ylim=(0, 500), yticks=(0, 250, 500))
+    card.text(213, 386, "expert")
     return card
 
 
