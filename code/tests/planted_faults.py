@@ -39,15 +39,15 @@ WIRING = [
     Fault(
         "residual-from-norm",
         "ModernDecoderBlock.forward",
-        "x = x + self.attn(self.norm1(x), cos",
-        "x = self.norm1(x)\n            x = x + self.attn(x, cos",
+        "x = x + self.attn(self.norm1(x), **seen, **at)[0]",
+        "x = self.norm1(x)\n        x = x + self.attn(x, **seen, **at)[0]",
         "the skip path carries the normed x; zeroed sublayers no longer give x",
     ),
     Fault(
         "norm-after-the-add",
         "GPT2StyleDecoderLayer.forward",
-        "x + self.attn(self.norm1(x), **seen)[0]",
-        "self.norm1(x + self.attn(x, **seen)[0])",
+        "x + self.attn(self.norm1(x), kv_cache=kv_cache, **seen)[0]",
+        "self.norm1(x + self.attn(x, kv_cache=kv_cache, **seen)[0])",
         "zeroed sublayers give a normed x; the stream is normed in every layer",
     ),
     Fault(
@@ -74,24 +74,25 @@ WIRING = [
     Fault(
         "post-norm-on-the-stream",
         "BranchNormDecoderBlock.forward",
-        "x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen)[0])",
-        "self.attn_post_norm(x + self.attn(self.attn_pre_norm(x), **seen)[0])",
+        "x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen, **at)[0])",
+        "self.attn_post_norm(x + self.attn(self.attn_pre_norm(x), **seen, **at)[0])",
         "zeroed sublayers give a normed x instead of x",
     ),
     Fault(
         "serial-made-parallel",
         "ModernDecoderBlock.forward",
-        "x = x + self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]\n"
-        "            return x + self.ffn(self.norm2(x))",
-        "y = self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]\n"
-        "            return x + y + self.ffn(self.norm2(x))",
+        "x = x + self.attn(self.norm1(x), **seen, **at)[0]\n"
+        "        return x + self.ffn(self.norm2(x))",
+        "y = self.attn(self.norm1(x), **seen, **at)[0]\n"
+        "        return x + y + self.ffn(self.norm2(x))",
         "the FFN does not see what attention wrote",
     ),
     Fault(
         "parallel-made-serial",
         "ParallelDecoderBlock.forward",
-        "return x + attended + self.ffn(h if self.ffn_norm is None else self.ffn_norm(x))",
-        "x = x + attended\n            return x + self.ffn((self.ffn_norm or self.norm)(x))",
+        "return x + self.attn(h, **seen, **at)[0] + self.ffn(h_ffn)",
+        "x = x + self.attn(h, **seen, **at)[0]\n"
+        "        return x + self.ffn((self.ffn_norm or self.norm)(x))",
         "the branches no longer add up; GPT-J weights give garbage",
     ),
     Fault(
@@ -128,29 +129,29 @@ MASKS = [
     Fault(
         "seq2seq-not-causal",
         "VanillaSeq2SeqDecoderLayer2017.forward",
-        "        mask = causal_by_default(mask, x)\n",
-        "",
+        '"causal": mask is None',
+        '"causal": False',
         "training loss far too good, then nonsense when decoding",
     ),
     Fault(
         "causal-mask-inverted",
-        "causal_by_default",
-        "positions <= positions[start:, None]",
-        "positions >= positions[start:, None]",
+        "without_later_keys",
+        "k_positions <= q_positions[:, None]",
+        "k_positions >= q_positions[:, None]",
         "every position sees itself and the future",
     ),
     Fault(
         "causal-mask-top-left",
-        "causal_by_default",
-        "positions[start:, None]",
-        "positions[: x.shape[1], None]",
+        "without_later_keys",
+        "torch.arange(start, S, device=device) for start in (S - T, 0)",
+        "torch.arange(n, device=device) for n in (T, S)",
         "with a cache the new tokens see the start of the history only",
     ),
     Fault(
         "causal-skipped-with-cache",
         "GPT2StyleDecoderLayer.forward",
-        "causal_by_default(mask, x, kv_cache)",
-        "causal_by_default(mask, x) if kv_cache is None else mask",
+        '"causal": mask is None',
+        '"causal": mask is None and kv_cache is None',
         "one-token steps are right, a prefill leaks the future",
     ),
     Fault(
@@ -198,8 +199,8 @@ MASKS = [
     Fault(
         "window-ignored",
         "DecoderOnlyLM.forward",
-        "positions[start:], positions, w)",
-        "positions[start:], positions)",
+        "build_causal_mask(positions[start:], positions, window)",
+        "build_causal_mask(positions[start:], positions)",
         "local layers see everything; short prompts hide it",
     ),
 ]
@@ -277,7 +278,7 @@ ATTENTION = [
     Fault(
         "soft-cap-not-passed-on",
         "MultiHeadAttention.forward",
-        ", logit_softcap=self.logit_softcap",
+        ', "logit_softcap": self.logit_softcap',
         "",
         "the output is the same for any cap",
     ),
@@ -326,18 +327,18 @@ ATTENTION = [
     Fault(
         "qk-norm-after-rotation",
         "MultiHeadAttention.forward",
-        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "            q = self.split_heads(self.q_proj(x), self.head_dim)\n"
+        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
+        "q = self.split_heads(self.q_proj(x), self.head_dim)\n"
         "            k = self.split_heads(self.k_proj(source), self.head_dim)\n"
-        "            q = self.q_norm(apply_rope(q, cos, sin, start))\n"
-        "            k = self.k_norm(apply_rope(k, cos, sin, start))",
+        "            q = self.q_norm(apply_rope(q, cos, sin))\n"
+        "            k = self.k_norm(apply_rope(k, cos, sin))",
         "nothing with fresh weights; trained ones do not commute with it",
     ),
     Fault(
         "fused-scale-dropped",
         "attend_fused",
-        "keep, scale=scale,",
-        "keep,",
+        "is_causal=is_causal, scale=scale,",
+        "is_causal=is_causal,",
         "the two paths disagree for any scale but the default",
     ),
     Fault(
@@ -398,46 +399,52 @@ POSITIONS = [
     Fault(
         "values-rotated",
         "MultiHeadAttention.forward",
-        "q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "q, k, v = (apply_rope(t, cos, sin, start) for t in (q, k, v))",
+        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
+        "q, k, v = (apply_rope(t, cos, sin) for t in (q, k, v))",
         "what is read depends on absolute position",
     ),
     Fault(
         "query-not-rotated",
         "MultiHeadAttention.forward",
-        "q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "k = apply_rope(k, cos, sin, start)",
+        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
+        "k = apply_rope(k, cos, sin)",
         "scores depend on the key's position, not on the distance",
     ),
     Fault(
         "keys-rotated-twice",
         "MultiHeadAttention.forward",
-        "k, v = kv_cache.append(k, v)",
-        "k, v = kv_cache.append(k, v)\n"
-        "                k = apply_rope(k, cos, sin, 0) if self.rope else k",
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n",
+        "            tables = cos, sin\n"
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n"
+        "            if self.rope:\n"
+        "                k = apply_rope(k, *self.table_rows(*tables, 0, k.shape[2]))\n",
         "cached decoding differs from the full pass",
     ),
     Fault(
         "position-restarts",
         "MultiHeadAttention.forward",
-        "apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "apply_rope(q, cos, sin, 0), apply_rope(k, cos, sin, 0)",
+        "self.table_rows(cos, sin, start, T)",
+        "self.table_rows(cos, sin, 0, T)",
         "a full pass is right, every later chunk starts at position 0",
     ),
     Fault(
         "position-after-the-append",
         "MultiHeadAttention.forward",
-        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)\n"
-        "        with kv_cache or contextlib.nullcontext():  # takes back what it got when the rest"
-        " fails\n"
-        "            if kv_cache is not None:\n"
-        "                k, v = kv_cache.append(k, v)\n",
-        "            k = apply_rope(k, cos, sin, start)\n"
-        "        with kv_cache or contextlib.nullcontext():\n"
-        "            if kv_cache is not None:\n"
-        "                k, v = kv_cache.append(k, v)\n"
-        "                start = kv_cache.next_pos\n"
-        "            q = apply_rope(q, cos, sin, start) if self.rope else q\n",
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n",
+        "            k = apply_rope(k, *self.table_rows(cos, sin, start, T))\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n"
+        "            start = kv_cache.next_pos\n"
+        "        q = apply_rope(q, *self.table_rows(cos, sin, start, T)) if self.rope else q\n",
         "with a cache queries turn T positions too far",
     ),
     Fault(
@@ -455,7 +462,7 @@ CACHE = [
         "MultiHeadAttention.forward",
         "k, v = kv_cache.append(k, v)",
         "k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))\n"
-        "                k, v = kv_cache.append(k, v)",
+        "            k, v = kv_cache.append(k, v)",
         "outputs are right, the cache holds H heads instead of G",
     ),
     Fault(
@@ -483,9 +490,9 @@ CACHE = [
     ),
     Fault(
         "cache-keeps-refused-call",
-        "KVCache.__exit__",
-        "if error is not None:",
-        "if error is not None and self.max_len:",
+        "DecoderOnlyLM.forward",
+        "            for cache in kv_caches:\n                cache.truncate(start)\n",
+        "",
         "after a caught error the cache is longer than the text",
     ),
     Fault(
@@ -508,8 +515,8 @@ LATENT_ATTENTION = [
     Fault(
         "mla-latent-rotated",
         "MultiHeadLatentAttention.forward",
-        "k_rope = apply_rope(k_rope, cos, sin, start)",
-        "latent, k_rope = (apply_rope(t, cos, sin, start) for t in (latent, k_rope))",
+        "k_rope = apply_rope(k_rope, cos, sin)",
+        "latent, k_rope = (apply_rope(t, cos, sin) for t in (latent, k_rope))",
         "a position inside the latent: kv_up cannot be absorbed any more",
     ),
     Fault(
@@ -635,42 +642,42 @@ EXPERTS = [
 MODEL = [
     Fault(
         "final-norm-missing",
-        "DecoderOnlyLM.forward",
-        "self.lm_head(self.final_norm(x))",
-        "self.lm_head(x)",
+        "DecoderOnlyLM._logits",
+        "self.final_norm(x[:, -1:] if last_only else x)",
+        "x[:, -1:] if last_only else x",
         "logits grow with depth; final_norm gets no gradient",
     ),
     Fault(
         "tying-lost",
-        "DecoderOnlyLM._settle",
-        "self.lm_head.weight = self.embedding.weight",
-        "self.lm_head.weight = nn.Parameter(self.embedding.weight.detach().clone())",
-        "equal at first, apart after one step; V·d more parameters",
+        "DecoderOnlyLM.__init__",
+        "self.lm_head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)",
+        "self.lm_head = nn.Linear(d_model, vocab_size, bias=False)",
+        "V·d more parameters; the head never learns what the embedding does",
     ),
     Fault(
         "embedding-scale-missing",
-        "DecoderOnlyLM.forward",
+        "DecoderOnlyLM._logits",
         "self.embedding(ids.long()) * self.embedding_scale",
         "self.embedding(ids.long())",
         "the stream starts too small against what the blocks add",
     ),
     Fault(
         "logit-cap-missing",
-        "DecoderOnlyLM.forward",
+        "DecoderOnlyLM._logits",
         "(self.logit_softcap * torch.tanh(wide / self.logit_softcap)).to(logits.dtype)",
         "logits",
         "same ranking, so greedy text does not show it",
     ),
     Fault(
         "padding-lost-in-decoding",
-        "DecoderOnlyLM.generate",
+        "DecoderOnlyLM._steps",
         "F.pad(key_padding_mask, (0, 1), value=True)",
         "F.pad(key_padding_mask, (0, 1)) | True",
         "short prompts of a batch change their text from the second token on",
     ),
     Fault(
         "eos-stops-all",
-        "DecoderOnlyLM.generate",
+        "DecoderOnlyLM._steps",
         "done.all()",
         "done.any()",
         "the first row to end cuts all others off",
@@ -685,8 +692,8 @@ MODEL = [
     Fault(
         "loss-unshifted",
         "next_token_loss",
-        "ids[:, 1:].flatten()",
-        "ids[:, :-1].flatten()",
+        "targets = ids[:, 1:].long()",
+        "targets = ids[:, :-1].long()",
         "the model learns to copy; loss near 0, text repeats",
     ),
     Fault(

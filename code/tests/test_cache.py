@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what one full pass gives, and no refusal or error changes a cache."""
+"""Decoding with a cache gives what one full pass gives; what a refusal or an error leaves of it."""
 
 import contextlib
 import copy
@@ -12,6 +12,7 @@ import transformer_block as tb
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -206,15 +207,16 @@ def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
 
 def test_latent_step_does_not_expand_the_cached_keys():
     """The absorbed form: a step's work in kv_up does not grow with the cache."""
-    attn = tb.MultiHeadLatentAttention(D, 4, **MLA)
-    seen = []
-    attn.kv_up.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[-2]))
-    cache = tb.KVCache()
-    with torch.no_grad():
-        for length in (9, 1, 1):
+    attn, work = tb.MultiHeadLatentAttention(D, 4, **MLA), []
+    for length in (9, 21):
+        cache = tb.KVCache()
+        with torch.no_grad():
             attn(torch.randn(1, length, D), cos=COS, sin=SIN, kv_cache=cache)
-    assert all(rows <= 9 for rows in seen)
-    assert len(seen) <= 1
+            with FlopCounterMode(display=False) as counter:
+                attn(torch.randn(1, 1, D), cos=COS, sin=SIN, kv_cache=cache)
+        work.append(counter.get_total_flops())
+    a_key = 2 * 4 * (MLA["kv_rank"] + MLA["rope_dim"]) + 2 * 4 * MLA["kv_rank"]  # score, sum
+    assert work[1] - work[0] == 12 * a_key
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -510,7 +512,7 @@ def test_truncate_and_append_decode_as_if_the_rest_had_never_been():
 
 
 # =============================================================================================
-# A call that raises leaves the cache as it was
+# A model that raises leaves its caches as they were; a block alone keeps what was stored
 # =============================================================================================
 
 
@@ -547,7 +549,9 @@ def failing(module):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_block_that_raises_anywhere_leaves_the_cache(kind, filled, mode):
+def test_block_alone_that_raises_keeps_what_was_stored_and_truncate_takes_the_rest_back(
+    kind, filled, mode
+):
     torch.manual_seed(0)
     block, cache, x = make(kind), tb.KVCache(), torch.randn(2, 5, D).double()
     full, start, raised = run(block, x), 2 * filled, 0
@@ -558,10 +562,11 @@ def test_block_that_raises_anywhere_leaves_the_cache(kind, filled, mode):
         for part in (part for part in block.modules() if part is not block):
             with failing(part):
                 try:
-                    run(block, x[:, start:], kv_cache=cache)
-                    cache.truncate(start)  # not every part is called: kv_up is not when absorbed
+                    run(block, x[:, start:], kv_cache=cache)  # not every part is called: kv_up
                 except StopHereError:
                     raised += 1
+            assert cache.next_pos in (start, 5)
+            cache.truncate(start)
             assert_unchanged([cache], before)
         assert raised >= 8
         rest = run(block, x[:, start:], kv_cache=cache)
@@ -570,18 +575,22 @@ def test_block_that_raises_anywhere_leaves_the_cache(kind, filled, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("error", [StopHereError, KeyboardInterrupt])
-def test_attention_whose_attend_raises_leaves_the_cache(mode, error):
+@pytest.mark.parametrize("layer", [0, 1])
+def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
     def interrupted(*_args, **_options):
         raise error
 
-    attn, cache = tb.MultiHeadAttention(D, 4, 2), tb.KVCache(6)
+    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    caches, full = [tb.KVCache(6), tb.KVCache()], model(ids)
     with MODES[mode]():
-        attn(torch.randn(2, 3, D), kv_cache=cache)
-        before = snapshot([cache])
+        model(ids[:, :3], kv_caches=caches)
+        before, attn = snapshot(caches), model.blocks[layer].attn
         attn.attend = interrupted
         with pytest.raises(error):
-            attn(torch.randn(2, 2, D), kv_cache=cache)
-        assert_unchanged([cache], before)
+            model(ids[:, 3:], kv_caches=caches)
+        assert_unchanged(caches, before)
+        attn.attend = tb.attend
+        torch.testing.assert_close(model(ids[:, 3:], kv_caches=caches), full[:, 3:], **close)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -602,20 +611,22 @@ def test_model_that_raises_anywhere_leaves_all_caches(filled, mode):
         torch.testing.assert_close(rest, full[:, 2 * filled :], **close)
 
 
-def test_with_block_takes_back_what_was_appended_only_on_an_error():
-    cache = tb.KVCache()
-    with cache, cache:
-        cache.append(*rows(2))
-    assert cache.next_pos == 2
-    with pytest.raises(StopHereError), cache:
-        cache.append(*rows(1))
-        with cache:
-            cache.append(*rows(1))
-        raise StopHereError
-    assert cache.next_pos == 2
-    with cache:
-        with pytest.raises(StopHereError), cache:
-            cache.append(*rows(3))
+def test_cache_has_no_context_protocol_and_no_library_code_enters_one():
+    """A with block over a cache that truncates and appends took back the wrong rows."""
+    assert not hasattr(tb.KVCache, "__enter__")
+    assert not hasattr(tb.KVCache, "__exit__")
+    with pytest.raises(TypeError, match="context manager"), tb.KVCache():
+        pass
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_that_is_cut_and_filled_again_holds_what_came_last_also_after_an_error(mode):
+    cache, (first, _), (second, _) = tb.KVCache(), rows(4), rows(1)
+    with MODES[mode]():
+        cache.append(first, first)
+        with pytest.raises(StopHereError):
+            cache.truncate(1)
+            cache.append(second, second)
             raise StopHereError
-        cache.append(*rows(1))
-    assert cache.next_pos == 3
+        assert cache.next_pos == 2
+        assert_holds(cache, *[torch.cat((first[:, :, :1], second), dim=2)] * 2)

@@ -364,8 +364,8 @@ def test_deepcopy_and_pickle_of_the_model_also_after_a_forward_with_grad():
     wanted = model(ids)
     for other in duplicates(model):
         assert torch.equal(other(ids), wanted)
-        assert other.lm_head.weight is other.embedding.weight
-        assert other.lm_head.weight is not model.lm_head.weight
+        assert other.lm_head is None
+        assert other.embedding.weight is not model.embedding.weight
 
 
 def make_moe_block():
@@ -467,12 +467,12 @@ def test_model_built_under_meta_and_filled(filled, tie):
         other = tb.DecoderOnlyLM(23, D, 2, 3, 1, D_FF, max_len=40, tie_embeddings=tie)
     assert all(parameter.is_meta for parameter in other.parameters())
     fill(other, model, filled)
-    assert (other.lm_head.weight is other.embedding.weight) == tie
+    assert (other.lm_head is None) == tie
     assert torch.equal(other(ids), model(ids))
     assert torch.equal(other.generate(ids, 3), model.generate(ids, 3))
 
 
-def test_model_moved_to_meta_and_back_gives_its_tables_back():
+def test_model_moved_to_meta_and_filled_again_still_has_its_tables():
     model, ids = make_lm(), torch.arange(10).view(2, 5)
     state, wanted = copy.deepcopy(model.state_dict()), model(ids)
     model.to("meta").to_empty(device="cpu").load_state_dict(state)
@@ -481,8 +481,14 @@ def test_model_moved_to_meta_and_back_gives_its_tables_back():
 
 def test_module_in_a_parent_is_cast_and_filled_with_it():
     model, ids = make_lm(), torch.arange(10).view(2, 5)
-    parent = nn.ModuleDict({"lm": model}).float()
-    assert model.lm_head.weight is model.embedding.weight
-    parent.load_state_dict(copy.deepcopy(parent.state_dict()), assign=True)
-    assert model.lm_head.weight is model.embedding.weight
-    assert model(ids).dtype == torch.float32
+    parent, wanted = nn.ModuleDict({"lm": model}).float(), model(ids)
+    state = copy.deepcopy(parent.state_dict())
+    assert [name for name in state if "block" not in name] == [
+        "lm.embedding.weight",
+        "lm.final_norm.weight",
+    ]
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    parent.load_state_dict(state, assign=True)
+    assert wanted.dtype == torch.float32
+    assert torch.equal(model(ids), wanted)

@@ -728,7 +728,8 @@ def load(ours: nn.Module, theirs: nn.Module, names: Names) -> nn.Module:
         paths = [path if path in weights else f"{path}.{leaf}" for path in paths]
         loaded[key] = function(*(weights[path] for path in paths))
         used.update(paths)
-    assert used == {name for name, _ in theirs.named_parameters(remove_duplicate=False)}
+    parameters = {parameter.data_ptr() for parameter in theirs.parameters()}  # a tied one once
+    assert {weights[name].data_ptr() for name in used} == parameters
     ours.double().eval().load_state_dict(loaded)
     return ours
 

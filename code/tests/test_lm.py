@@ -83,7 +83,8 @@ def reference_logits(model, ids, *, windows, scale=1.0, cap=None, keep=None, bas
             return reference.gated_ffn(reference.sub(block, "ffn"), h)
 
         x = reference.pre_norm(block, x, attn, ffn, eps=1e-6, norm=reference.rms_norm)
-    logits = reference.rms_norm(p, "final_norm", x, 1e-6) @ p["lm_head.weight"].T
+    head = p.get("lm_head.weight", p["embedding.weight"])
+    logits = reference.rms_norm(p, "final_norm", x, 1e-6) @ head.T
     return logits if cap is None else cap * np.tanh(logits / cap)
 
 
@@ -146,7 +147,7 @@ def test_make_block_is_called_with_each_layer_and_what_it_returns_is_used():
     assert list(model.blocks) == made
 
 
-def test_rope_dim_is_the_width_of_the_tables():
+def test_rope_dim_is_the_width_of_the_tables_by_default_what_the_blocks_turn():
     def wide(layer):
         return tb.ModernDecoderBlock(
             D, d_ff=D_FF, attn=tb.MultiHeadAttention(D, H, G, head_dim=8, rope=True)
@@ -155,16 +156,16 @@ def test_rope_dim_is_the_width_of_the_tables():
     logits = make(make_block=wide, rope_dim=8)(torch.arange(5)[None])
     partial = make(make_block=wide, rope_dim=4)(torch.arange(5)[None])
     default = make(make_block=wide)(torch.arange(5)[None])
-    assert torch.equal(partial, default)
+    assert torch.equal(logits, default)
     assert (logits - partial).abs().max() > 1e-3
 
 
 def test_state_dict_holds_learned_parameters_only():
-    model = make()
-    assert set(model.state_dict()) == {
-        name for name, _ in model.named_parameters(remove_duplicate=False)
-    }
-    assert list(model.buffers()) == []
+    for model in (make(), make(tie_embeddings=False)):
+        assert set(model.state_dict()) == {
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        assert list(model.buffers()) == []
     assert model.lm_head.bias is None
 
 
@@ -231,10 +232,30 @@ def recast(model):
 
 def converted(model):
     model.embedding.weight = nn.Parameter(model.embedding.weight.detach().clone())
-    return model.float()
+    return model.float().double()
 
 
-KEEPS_TIED = {
+def overwritten(model):
+    """With this flag .to() replaces parameters instead of their data."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model.float().double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+def refilled(model):
+    """Through the meta device, parameters given back one by one."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to("meta")
+    for name, tensor in state.items():
+        module, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(module), kind, nn.Parameter(tensor))
+    return model
+
+
+MOVES = {
     "fresh": lambda model: model,
     "to dtype": recast,
     "half": lambda model: model.half().double(),
@@ -246,41 +267,43 @@ KEEPS_TIED = {
     "state dict": round_trip(False),
     "state dict assigned": round_trip(True),
     "embedding replaced, then cast": converted,
+    "parameters swapped on conversion": overwritten,
+    "filled one by one": refilled,
 }
 
 
-@pytest.mark.parametrize("how", KEEPS_TIED)
-def test_tied_is_one_parameter_and_stays_one(how):
-    model = KEEPS_TIED[how](make())
-    assert model.lm_head.weight is model.embedding.weight
+@pytest.mark.parametrize("how", MOVES)
+def test_tied_is_no_second_matrix_and_stays_so(how):
+    model = MOVES[how](make())
+    assert model.lm_head is None
     names = [name for name, _ in model.named_parameters()]
-    assert "embedding.weight" in names
-    assert "lm_head.weight" not in names
-    untied = make(tie_embeddings=False)
-    fewer = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in model.parameters())
-    assert fewer == V * D
+    assert names == list(model.state_dict())
+    assert [name for name in names if "block" not in name] == [
+        "embedding.weight",
+        "final_norm.weight",
+    ]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.1, 0.9)  # to_empty leaves anything
+    normed = []
+    model.final_norm.register_forward_hook(lambda module, args, out: normed.append(out))
+    logits = model(torch.arange(4)[None])
+    rows = [[row @ word for word in model.embedding.weight] for row in normed[0][0]]
+    torch.testing.assert_close(logits[0], torch.tensor(rows, dtype=logits.dtype))
 
 
-@pytest.mark.parametrize("how", [name for name in KEEPS_TIED if "replaced" not in name])
+@pytest.mark.parametrize("how", [name for name in MOVES if "replaced" not in name])
 def test_untied_stays_untied(how):
-    model = KEEPS_TIED[how](make(tie_embeddings=False))
+    model = MOVES[how](make(tie_embeddings=False))
     assert model.lm_head.weight is not model.embedding.weight
-
-
-def test_tying_survives_the_swap_of_parameters_on_conversion():
-    """With this flag .to() replaces parameters instead of their data."""
-    before = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        model = make().float()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(before)
-    assert model.lm_head.weight is model.embedding.weight
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == sum(p.numel() for p in make().parameters()) + V * D
 
 
 def test_gradient_of_a_tied_weight_is_that_of_both_uses():
     tied, untied = make(), make(tie_embeddings=False)
-    untied.load_state_dict(tied.state_dict())
+    state = tied.state_dict()
+    untied.load_state_dict(state | {"lm_head.weight": state["embedding.weight"]})
     ids = torch.arange(10).view(2, 5)
     for model in (tied, untied):
         tb.next_token_loss(model(ids), ids).backward()
@@ -624,7 +647,7 @@ def mixed_modes(model):
 def test_training_flags_are_as_before_and_off_meanwhile():
     model, seen = make(), []
     before = mixed_modes(model)
-    hook = model.lm_head.register_forward_hook(
+    hook = model.final_norm.register_forward_hook(
         lambda *_: seen.append((torch.is_grad_enabled(), *(m.training for m in model.modules())))
     )
     model.generate(torch.tensor([[1]]), 2)
