@@ -22,6 +22,7 @@ class Drill(NamedTuple):
     fault: pf.Fault
     removed: str
     added: str
+    demos: list[str]
 
 
 def drills() -> list[Drill]:
@@ -33,7 +34,8 @@ def drills() -> list[Drill]:
         assert {line[0] for line in lines} <= set("-+ ")
         removed, added = ("\n".join(x[1:] for x in lines if x[0] in kind) for kind in ("- ", "+ "))
         fault = pf.BY_NAME[re.search(r"Fault `([a-z0-9-]+)`", match[0])[1]]
-        found.append(Drill(int(match[1]), match[2], shown, fault, removed, added))
+        demos = re.findall(r"\[(D\d\d)\]", match[0])
+        found.append(Drill(int(match[1]), match[2], shown, fault, removed, added, demos))
     return found
 
 
@@ -43,6 +45,7 @@ DRILLS = drills()
 def corrected(source: str, removed: str, added: str) -> str:
     """The source with the removed lines, wherever they stand and however indented, replaced."""
     wanted = [re.escape(line.strip()) for line in removed.split("\n")]
+    inner = len(removed) - len(removed.lstrip())
     if len(wanted) == 1 and added and "\n" not in added:  # a part of a line
         assert source.count(removed.strip()) == 1, removed
         return source.replace(removed.strip(), added.strip())
@@ -50,8 +53,8 @@ def corrected(source: str, removed: str, added: str) -> str:
     assert len(place.findall(source)) == 1, removed
 
     def replacement(match: re.Match) -> str:
-        lines = added.split("\n") if added else []
-        return "\n".join(match[1] + line if line else line for line in lines)
+        indent = match[1][inner:]
+        return "\n".join(indent + line for line in added.split("\n")) if added else ""
 
     return place.sub(replacement, source)
 
@@ -82,9 +85,16 @@ def test_answer_takes_the_fault_out(drill):
 
 
 @pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.fault.name)
+def test_answer_names_demos_that_see_the_fault(drill):
+    assert drill.demos and set(drill.demos) <= set(pf.failing(drill.fault))
+
+
+@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.fault.name)
 def test_drill_shows_the_faulty_text(drill):
-    faulty = [line.strip() for line in pf.patched(drill.fault).split("\n")]
-    right = [line.strip() for line in pf.parts()[1][drill.place].split("\n")]
+    faulty, right = (
+        [line.partition("  #")[0].strip() for line in text.split("\n")]
+        for text in (pf.patched(drill.fault), pf.parts()[1][drill.place])
+    )
     shown = [line.strip() for line in drill.shown.split("\n") if line.strip() != "…"]
 
     def stands(line: str, source: list[str]) -> bool:
