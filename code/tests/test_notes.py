@@ -216,3 +216,20 @@ def test_tables_details_and_code_fit_github(name):
             assert not lines[i - 1].strip(), lines[i - 2]
     for body in fences(DOCUMENTS[name], "python"):
         assert max(map(len, body.split("\n"))) <= 100
+
+
+def test_the_week_has_every_exercise_question_and_drill():
+    week = TEXT[TEXT.index("| Day | Read |") : TEXT.index("```sh", TEXT.index("| Day | Read |"))]
+    helpers = {"SwiGLU", "MultiHeadAttention", "try"}
+    exercises = set(re.findall(r"`(\w+)`", week))
+    assert exercises - helpers == set(notes.WHITEBOARD.nodes) - helpers
+    asked = set()
+    for first, _, last in re.findall(r"\[Q(\d+)\]( to \[Q(\d+)\])?", week):
+        asked |= set(range(int(first), int(last or first) + 1))
+    assert asked == set(range(1, 51))
+    drills = re.findall(r"drill ([\d, ]+)", week)
+    assert sorted(int(n) for row in drills for n in row.split(",")) == list(range(1, 11))
+    days = [line.split("|")[2] for line in week.split("\n")[2:] if line.startswith("|")]
+    assert len(days) == 7 and {f"§{n}" for n in range(9)} - {"§9"} <= set(
+        re.findall(r"§\d+", " ".join(days))
+    )

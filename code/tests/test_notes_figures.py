@@ -296,7 +296,7 @@ def test_the_stream_grows_as_stated():
     assert branch[64] == pytest.approx(math.sqrt(1 + 2 * 64), rel=0.03)
     assert f"√(1 + 2l), {math.sqrt(1 + 2 * 64):.1f} after 64" in section(4)
     parallel = stream_rms(make_block=tb.ParallelDecoderBlock)
-    assert 0.8 < parallel[64] / rms[64] < 1.3  # "Parallel blocks do the same"
+    assert 0.8 < parallel[64] / rms[64] < 1.3  # "Parallel and pre+post do the same"
     post = stream_rms(make_block=tb.VanillaEncoderLayer2017)
     assert post[64] == pytest.approx(1, abs=0.01)
 
