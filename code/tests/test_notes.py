@@ -209,7 +209,7 @@ def test_tables_details_and_code_fit_github(name):
                     break
                 rows.append(row)
             assert {cells(row) for row in rows} == {cells(line)}, (i, lines[i - 1])
-            assert cells(line) <= (8 if "q / kv | FFN | Ratio" in lines[i - 1] else 6), lines[i - 1]
+            assert cells(line) <= (8 if "q/kv | FFN | Ratio" in lines[i - 1] else 6), lines[i - 1]
         if "</summary>" in line:
             assert not lines[i + 1].strip(), line
         if line.strip() == "</details>":
