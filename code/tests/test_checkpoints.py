@@ -1,6 +1,7 @@
 """MiniLM and SmolLM2 through our classes, compared with transformers on the same files."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +187,19 @@ def test_smollm2_text_and_chat_become_the_tokens_of_transformers(file, tokenizer
         prompt = checkpoints.chat_prompt(file, text)
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True)
         assert tokenizer.encode(prompt).ids == expected["input_ids"]
+
+
+def test_smollm2_answers_as_the_readme_shows(file, model, tokenizer, eos_id):
+    """Its question, and all of the answer: right, and the same with the script's greedy default."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r'smollm2\.py "([^"]+)"\n```\n\n```text\n(.*?)\n```', text, re.S)
+    question, answer = shown.groups()
+    prompt = tokenizer.encode(checkpoints.chat_prompt(file, question)).ids
+    pieces = checkpoints.stream_text(
+        model, tokenizer, prompt, 100, eos_id=eos_id, temperature=0.0, seed=0
+    )
+    assert "".join(pieces) == answer
+    assert "Paris" in answer
 
 
 def test_smollm2_digits_stand_alone_also_after_two_spaces(tokenizer):
