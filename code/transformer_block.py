@@ -2638,7 +2638,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
         biased = "selection_bias" in router.state_dict()
         if biased:
             new = new and not router.selection_bias.any()
-            router.selection_bias.uniform_(-0.5, 0.5)
+            router.selection_bias.uniform_(-1.5, -0.5)
         mixture(x[0, :2]).sum().backward()
         used = [n > 0 for n in router.tokens_per_expert]
         taught = [any(p.grad.any() for p in ffn.parameters()) for ffn in experts]
@@ -2656,6 +2656,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
             f"{i} copies": copy.copy(copy.deepcopy(mixture)).training
             and not copy.copy(router).aux_loss.requires_grad,
             f"{i} idle": taught == used and sum(used) < 7,
+            f"{i} side": vars(mixture).get("weigh_input", False) == (i == 5),
             f"{i} router learns": linear.weight.grad.any(),
             f"{i} output": check_close(mixture(x), reference_ffn(mixture, x)),
             f"{i} none": mixture(x[:0]).shape == (0, 7, 6) and router.aux_loss.item() == 0,
