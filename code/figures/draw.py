@@ -10,6 +10,7 @@ hooks, masks from what attend lets through, counts from modules and caches.
 """
 
 import argparse
+import functools
 import inspect
 import io
 import itertools
@@ -34,11 +35,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import recipes
 import transformer_block as tb
 
 WIDTH = 390
 INK, GREY, PALE, CARD = "#1f2328", "#59636e", "#d1d9e0", "#fbfaf7"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6fb7", "#c9660a", "#3a8a3f", "#7d54b8"
+IDLE = "#f3c594"
 TINTS = {BLUE: "#d6e5f7", ORANGE: "#fbe2c6", GREEN: "#d5ecd6", PURPLE: "#e6dcf5", PALE: "#ffffff"}
 COLORS = {
     tb.RMSNorm: GREEN,
@@ -291,6 +294,9 @@ def traced(block: nn.Module, d_model: int = 96, head_dim: int = 12, **more: Tens
     return Wiring(block, partial(block, **tables), x=torch.randn(3, 7, d_model), **more)
 
 
+built = functools.cache(recipes.built)  # several figures ask for the same models
+
+
 def spell(shape: tuple[int, ...], names: dict[int, str]) -> str:
     """A shape in the letters of its sizes."""
     return f"[{','.join(names.get(size, '?') for size in shape)}]"
@@ -343,7 +349,8 @@ def describe(node: Node) -> str:
         gate = " gate" if isinstance(part, tb.GatedFFN) else ""
         matrices = sum(weight.dim() == 2 for weight in part.parameters())
         size = f"h = {part.up.out_features / d_model:g} d"
-        lines = [f"{part.act.__name__}{gate}, {size}", f"{matrices} matrices"]
+        act = getattr(part.act, "func", part.act).__name__
+        lines = [f"{act}{gate}, {size}", f"{matrices} matrices"]
     else:
         return type(part).__name__
     biased = any("bias" in name for name, _ in part.named_parameters())
@@ -351,13 +358,13 @@ def describe(node: Node) -> str:
 
 
 def gpt2_llama() -> Card:
-    """GPT-2 small and Llama-3 8B: the same wiring of other parts."""
+    """GPT-2 XL and Llama-3 8B: the same wiring of other parts."""
     card = Card(462)
-    with torch.device("meta"):
-        gpt2 = traced(tb.GPT2StyleDecoderLayer(768, 12, 3072), 768)
-        llama = traced(tb.ModernDecoderBlock(4096, 32, 8, 14336), 4096, 128)
-    for left, name, wiring in ((4, "GPT-2 small", gpt2), (196, "Llama-3 8B", llama)):
-        card.title(left + 96, f"{name}, d = {wiring.last.out.shape[-1]:,}")
+    for left, name in ((4, "GPT-2 XL"), (196, "Llama-3 8B")):
+        sizes = recipes.RECIPES[name].sizes
+        with torch.device("meta"):
+            wiring = traced(built(name).blocks[0], sizes.d_model, sizes.head_dim)
+        card.title(left + 96, f"{name}, d = {sizes.d_model:,}")
         wiring.draw(card, [left + 20, left + 114], 44, 60, 140, 46, describe)
     return card
 
@@ -561,22 +568,20 @@ def bars(ax: Axes, values: dict[str, float], colors: list[str]) -> None:
 
 def mla() -> Card:
     """One decoding step of DeepSeek-V3's attention in both forms, and what each multiplies."""
-    S, flops, seen = 4096, {}, {}
+    S, flops, seen, recipe = 4096, {}, {}, recipes.RECIPES["DeepSeek-V3"]
     with torch.device("meta"), torch.no_grad():
-        attn = tb.MultiHeadLatentAttention(
-            7168, 128, q_rank=1536, kv_rank=512, rope_dim=64, nope_dim=128, v_dim=128
-        )
-        tables = dict(zip(("cos", "sin"), tb.build_rope_cache(S + 1, attn.rope_dim)))
-        for form in ("expanded", "absorbed"):
+        attn = recipe.parts["attn"](recipe.sizes, 0)
+        cases = itertools.product(("expanded", "absorbed"), ((S,), (S - 1, 1)))
+        for form, lengths in cases:
             spy, cache = Mock(side_effect=getattr(attn, form)), tb.KVCache()
             with patch.multiple(attn, expanded=spy, absorbed=spy):
-                for length in (S, 1):
-                    attn(torch.randn(1, length, 7168), causal=True, kv_cache=cache, **tables)
-            for work, call in zip(("prefill", "step"), spy.call_args_list):
-                count, attend = FlopCounterMode(display=False), Mock(wraps=tb.attend)
-                with count, patch.object(tb, "attend", attend):
-                    getattr(attn, form)(*call.args)
-                flops[work, form] = count.get_total_flops() / 1e9
+                for length in lengths:
+                    attn(torch.randn(1, length, attn.d_model), causal=True, kv_cache=cache)
+            count, attend = FlopCounterMode(display=False), Mock(wraps=tb.attend)
+            with count, patch.object(tb, "attend", attend):
+                getattr(attn, form)(*spy.call_args.args)
+            work = "step" if length == 1 else "prefill"
+            flops[work, form] = count.get_total_flops() / 1e9
             seen[form] = attend.call_args.args[:3]  # q, k, v of the step
 
     def attention(x: float, form: str) -> Step:
@@ -644,7 +649,9 @@ def routing() -> Card:
     tokens = torch.randn(1024, d_model)
     tokens += torch.randn(d_model)  # what all share favours a few experts
     even = len(tokens) / n_experts
-    softmax, sigmoid = (kind(d_model, n_experts, 1) for kind in (tb.SoftmaxRouter, tb.SigmoidRouter))
+    softmax, sigmoid = (
+        kind(d_model, n_experts, 1) for kind in (tb.SoftmaxRouter, tb.SigmoidRouter)
+    )
     sigmoid.router.load_state_dict(softmax.router.state_dict())
     optimizer = torch.optim.Adam(softmax.parameters(), lr=0.01)
     softmax(tokens)
@@ -737,9 +744,57 @@ def whole_model() -> Card:
     return card
 
 
+def cache_per_token() -> Card:
+    """KiB that one token leaves in the cache of ten models at 16 bits, every layer counted."""
+    names = ("GPT-3 175B", "Llama-2 7B", "Llama-3.1 405B", "Gemma-3 27B", "Llama-2 70B",
+             "Llama-4 Scout", "Llama-3 8B", "DeepSeek-V3", "gpt-oss 20b", "Gemma-1 2B")  # fmt: skip
+    colors = {"MHA": ORANGE, "GQA": BLUE, "MLA": PURPLE, "MQA": GREEN}
+    sizes = {}
+    for name in names:
+        layers = [block.attn for block in built(name).blocks]
+        label = f"{name}, {recipes.sharing(layers[0])[:3]}"
+        sizes[label] = 2 * sum(map(recipes.cache_elements, layers)) / 1024
+    sizes = dict(sorted(sizes.items(), key=operator.itemgetter(1), reverse=True))
+    card = Card(306, "KiB of cache a token, 16 bits, log scale")
+    bars(card.chart(150, 36, 186, 258), sizes, [colors[label[-3:]] for label in sizes])
+    return card
+
+
+def weights() -> Card:
+    """Shares of the parameters of eight models, counted on the composed models."""
+    names = ("Gemma-3 1B", "Llama-3.2 1B", "Llama-3 8B", "GPT-2 XL", "Llama-3.1 405B",
+             "Mixtral 8x7B", "gpt-oss 20b", "DeepSeek-V3")  # fmt: skip
+    kinds = {"vocabulary": GREEN, "attention": BLUE, "FFN in use": ORANGE, "idle experts": IDLE}
+    card = Card(336, "where the weights are, per cent")
+    for (kind, color), x in zip(kinds.items(), (26, 118, 202, 296)):
+        card.ax.plot(x, 42, "s", ms=9, color=color)
+        card.text(x + 9, 42, kind, ha="left")
+    ax = card.chart(104, 54, 272, 270)
+    for row, name in enumerate(names):
+        sums, left = dict.fromkeys(kinds, 0), 0
+        for path, weight in built(name).named_parameters():
+            part = {"attn", "ffn"}.intersection(path.split("."))
+            kind = {"attn": "attention", "ffn": "FFN in use"}[part.pop()] if part else "vocabulary"
+            sums[kind] += weight.numel()
+        sums["idle experts"] = recipes.idle_parameters(built(name))
+        sums["FFN in use"] -= sums["idle experts"]
+        for kind, color in kinds.items():
+            share = 100 * sums[kind] / sum(sums.values())
+            ax.barh(row, share, left=left, color=color, height=0.72)
+            if share >= 9:
+                ink = INK if color == IDLE else CARD
+                ax.text(left + share / 2, row, f"{share:.0f}", ha="center", va="center", color=ink)
+            left += share
+    ax.set(xlim=(0, 100), xticks=[], yticks=range(len(names)), yticklabels=names)
+    ax.tick_params(left=False)
+    ax.invert_yaxis()
+    ax.spines[:].set_visible(False)
+    return card
+
+
 FIGURES = (
     topologies, modern_block, layers_2017, gpt2_llama, rope, stream_growth, kv_sharing, mla,
-    routing, masks, online_softmax, whole_model,
+    routing, masks, online_softmax, whole_model, cache_per_token, weights,
 )  # fmt: skip
 
 
