@@ -494,3 +494,33 @@ def test_sizes_of_named_models_are_those_of_the_library():
     assert (v3.num_hidden_layers, v3.num_attention_heads, v3.v_head_dim) == (61, 128, 128)
     assert (v3.qk_nope_head_dim, v3.qk_rope_head_dim, v3.kv_lora_rank) == (128, 64, 512)
     assert "128 heads, 128 + 64 channels per query and key, values of 128, d_c = 512" in section(5)
+
+
+def test_the_routers_of_the_script_give_the_examples():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    cases = [
+        (tb.SoftmaxRouter(4, 4, 1, renormalise=False), "0.6439"),
+        (tb.SoftmaxRouter(4, 4, 2), "0.7311, 0.2689"),
+        (tb.SoftmaxRouter(4, 4, 2, renormalise=False, scale=16.0), "10.303, 3.790"),
+        (tb.SigmoidRouter(4, 4, 2, scale=2.5), "1.3661, 1.1339"),
+        (tb.SigmoidRouter(4, 4, 1, renormalise=False, selection_bias=False), "0.8808"),
+    ]
+    for router, example in cases:
+        with torch.no_grad():
+            router.router.weight.copy_(torch.eye(4))
+            weights, experts = router(logits)
+        assert experts.tolist()[0] == list(range(len(example.split(", "))))
+        assert weights[0].tolist() == pytest.approx(
+            [float(x) for x in example.split(", ")], abs=6e-4
+        )
+        assert f"| {example} |" in section(6)
+
+
+def test_the_sink_of_the_script_is_the_gate_of_the_formula():
+    sink = tb.SinkAttention(2).double()
+    with torch.no_grad():
+        sink.sinks.copy_(torch.tensor([0.5, -1.0]))
+    q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64) for _ in range(3))
+    lse = (q @ k.mT / 2).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf).logsumexp(-1)
+    gate = torch.sigmoid(lse - sink.sinks[:, None])[..., None]
+    assert torch.allclose(sink(q, k, v, causal=True), gate * tb.attend(q, k, v, causal=True))
