@@ -86,12 +86,33 @@ def test_small_and_readable(name):
     assert min(sizes) >= 9, "letters of less than 9 pt are lost on a phone"
 
 
+def alt_texts(name: str) -> list[str]:
+    texts = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    return re.findall(rf"!\[(.*)\]\(code/figures/{name}\.svg\)", texts)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_shown_with_a_text_for_those_who_cannot_see_it(name):
-    texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
-    alts = re.findall(rf"!\[(.*)\]\(code/figures/{name}\.svg\)", "".join(texts))
-    assert alts
-    assert all(len(alt.split()) >= 12 for alt in alts)
+    assert alt_texts(name)
+    assert all(len(alt.split()) >= 12 for alt in alt_texts(name))
+
+
+MEASURED = ["gpt2_llama", "stream_growth", "kv_sharing", "mla", "cache_per_token", "weights"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_figures_in_the_text_stand_in_the_picture(name):
+    def figures(text: str) -> set[str]:
+        return set(re.findall(r"(?<![\w.-])\d(?:[\d,]*\d)?(?:\.\d+)?(?!\w)", text))
+
+    said = {figure for alt in alt_texts(name) for figure in figures(alt)}
+    assert said <= figures(" ".join(labels(committed(name))))
+    assert said
+
+
+def test_no_picture_is_missing():
+    texts = "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    assert set(re.findall(r"code/figures/(\w+)\.svg", texts)) == set(NAMES)
 
 
 def test_a_difference_is_seen():
