@@ -474,6 +474,10 @@ def heads_read(q: Tensor, k: Tensor, v: Tensor) -> list[list[int]]:
     return [[i for i, grad in enumerate(grads) if grad[g].any()] for g in range(v.shape[1])]
 
 
+def kv_heads(number: int) -> str:
+    return f"{number} KV head{'s' if number > 1 else ''}"
+
+
 def kv_sharing() -> Card:
     """Eight query heads and the keys each reads, from what attend was given and depends on."""
     d_model, H, d_h, spy = 512, 8, 64, Mock(wraps=tb.attend)
@@ -494,7 +498,7 @@ def kv_sharing() -> Card:
                 attn(torch.randn(1, length, d_model), causal=True, kv_cache=cache, **tables)
         groups = heads_read(*spy.call_args.args[:3])
         numbers = (cache.k.numel() + cache.v.numel()) // cache.next_pos
-        card.title(left + 86, title if latent else f"{title}, {len(groups)} KV heads", top)
+        card.title(left + 86, title if latent else f"{title}, {kv_heads(len(groups))}", top)
         card.text(left + 86, top + 108, f"{numbers:,} numbers a token")
         xs = [left + 12 + 21 * head for head in range(H)]
         for readers in groups:
@@ -586,9 +590,8 @@ def mla() -> Card:
 
     def attention(x: float, form: str) -> Step:
         q, k, v = seen[form]
-        heads = f"{k.shape[1]} KV head{'s' if k.shape[1] > 1 else ''}"
         widths = f"q {q.shape[-1]}, k {k.shape[-1]}, v {v.shape[-1]}"
-        return Step(x, 160, f"attend: {heads}\n{widths}", BLUE, 170, 36)
+        return Step(x, 160, f"attend: {kv_heads(k.shape[1])}\n{widths}", BLUE, 170, 36)
 
     H, latent, key = seen["absorbed"][0].shape[1], attn.kv_rank, attn.rope_dim
     up = f"kv_up of all S tokens\n{H} × ({attn.nope_dim} + {attn.v_dim})"
