@@ -666,7 +666,10 @@ def test_list_and_single_proofs(capsys):
     assert capsys.readouterr().out.startswith("[A04]")
 
 
-@pytest.mark.parametrize("wrong", [["A9"], ["--show", "Nothing"], ["--show", "check_chunks"]])
+WRONG = [["A9"], ["--show", "Nothing"], ["--show", "check_chunks"], ["A01", "--list"]]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_calls_are_one_line(wrong, capsys):
     with pytest.raises(SystemExit) as stopped:
         after_2025.main(wrong)
