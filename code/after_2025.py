@@ -663,10 +663,8 @@ def check_gradients(module: nn.Module, run: Callable, x: Tensor, *idle: str) -> 
     for weight in weights:
         weight.grad = None
 
-    def call(x: Tensor, *weights: Tensor) -> Tensor:
-        kept = dict(zip(names, weights))
-        with torch.nn.utils.stateless._reparametrize_module(module, kept):
-            return run(x)
+    def call(x: Tensor, *_weights: Tensor) -> Tensor:
+        return run(x)  # gradcheck moves the weights in place
 
     run(x).square().sum().backward()
     alive = {name for name, w in zip(names, weights) if w.grad is not None and w.grad.any()}
