@@ -49,11 +49,11 @@ NOTES = HERE.parent / "transformer_block_tutorial.md"
 CLOSE = 1e-5  # of the largest value: people's norms, softmax and tables run in float32 somewhere
 SECONDS = 8.0  # of computing, for their imports and for each exercise
 PATIENCE = 5  # times as many seconds by the clock, when the machine has other things to do
-SEARCH = 0.9  # seconds for trying which of their parameters is which
-NAMING = 0.9  # seconds for trying pairs of mistakes
+LIKELY = 64  # assignments after which known mistakes are looked for, before others are tried
+ASSIGNMENTS = 300  # tried before their parameters count as read
+SEARCH = 2.0  # seconds of computing for them at the most
 DEEPER = 0.05  # what a unit more speaks for an assignment that is searched on
-LIKELY = 64  # assignments after which known mistakes are looked for, before the others are tried
-ASSIGNMENTS = 600  # tried before their parameters count as read
+NAMING = 0.6  # seconds of computing for trying pairs of mistakes
 
 
 # =============================================================================================
@@ -3721,6 +3721,9 @@ def judge_one(name: str, namespace: dict[str, object], filename: str) -> Verdict
             see(exercise),
         )
         return Verdict(name, False, "wrong", why)
+    except Exception as error:  # nothing of theirs may end the verdicts on the rest
+        why = raised(error).lines
+        return Verdict(name, False, "not judged", (*why[-6:], see(exercise)))
 
 
 def see(exercise: Exercise) -> str:
@@ -4402,7 +4405,7 @@ def cards(notes: str) -> list[tuple[str, str, str]]:
     for row in re.findall(r"^\|(.*)\|\s*$", claims, re.M):
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)]
         if re.search(r"\bW\d+\b", cells[0]) and len(cells) > 1:
-            front = cells[:2] if len(cells[0]) < 20 and len(cells) > 2 else cells[:1]
+            front = cells[:2] if re.fullmatch(r"\W*W\d+\W*", cells[0]) else cells[:1]
             found.append((" ".join(front), "\n\n".join(cells[len(front) :]), "claim"))
     drill = re.compile(
         r"^(\*\*Drill \d+\.?\*\*.*?)<details>\s*<summary>.*?</summary>(.*?)</details>", re.S | re.M
