@@ -759,6 +759,12 @@ def tokens(name: str) -> set[str]:
     return {word.lower() for word in (*words, *parts)}
 
 
+@functools.cache
+def numbers(name: str) -> set[int]:
+    """The numbers that stand alone in a name: 3 and 0 in experts.3.mlp_0."""
+    return {int(n) for n in re.findall(r"(?:^|[._])(\d+)(?=[._]|$)", name)}
+
+
 class Reading:
     """All assignments of a template's pieces to their units, likely ones first."""
 
@@ -780,6 +786,8 @@ class Reading:
                 continue
             if self.is_square(unit) and form == ("" if self.turned else "T"):
                 continue
+            if piece.index is not None and self.misnumbered(unit, piece.index):
+                continue
             layout = {unit.weight: piece.forms[form].reshape(unit.shape)}
             if unit.bias:
                 wanted = self.shapes[unit.bias]
@@ -787,6 +795,18 @@ class Reading:
                     continue
                 layout[unit.bias] = piece.bias.reshape(wanted)
             yield piece, form, layout
+
+    def misnumbered(self, unit: Unit, index: int) -> bool:
+        """Whether a unit says by its number that it is another head or expert.
+
+        Read otherwise, a wrong wiring of heads or experts would be a renaming. Numbers count where
+        all units of the shape have one and none goes past the heads or experts there are.
+        """
+        same = [numbers(other.weight) for other in self.units if other.shape == unit.shape]
+        pieces = self.template.pieces[squeezed(unit.shape)]
+        count = 1 + max(piece.index for piece, _ in pieces if piece.index is not None)
+        trusted = all(same) and max(map(max, same)) < count
+        return trusted and index not in numbers(unit.weight)
 
     def as_before(self, keys: dict[str, str]) -> dict[str, Tensor] | None:
         """The layout in which every unit is the piece that it is at another size, if it fits."""
