@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-CODE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CODE))
-sys.path.insert(0, str(CODE / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import checkpoints
 import smollm2
