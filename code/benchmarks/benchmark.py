@@ -34,8 +34,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import transformer_block as tb
+
+import after_2025
 
 D, H, G, D_FF, D_H = 1024, 16, 4, 2816, 64  # the block that is timed: batch 1, float32
 # Where each weight of our block stands in a LlamaDecoderLayer.
@@ -61,7 +64,7 @@ class Row(NamedTuple):
     ours: float
     reference: float
     unit: str  # "s" or "B"; "" for plain numbers
-    limit: float
+    limit: float  # math.inf where the row only informs
 
     @property
     def ratio(self) -> float:
@@ -75,7 +78,8 @@ class Row(NamedTuple):
         figures = f"{shown(self.ours, self.unit)} / {shown(self.reference, self.unit)}"
         verdict = "yes" if self.holds else "**no**"
         cells = (f"`{self.name}`", self.what, figures, f"{self.ratio:.2f}")
-        return f"| {' | '.join(cells)} | {self.limit:.2f} | {verdict} |"
+        limit = "–" if self.limit == math.inf else f"{self.limit:.2f}"
+        return f"| {' | '.join(cells)} | {limit} | {verdict} |"
 
 
 def shown(value: float, unit: str) -> str:
@@ -254,6 +258,148 @@ def decode(length: int, limit: float, rounds: int) -> Iterator[Row]:
     yield Row(f"decode-{length}", what, seconds[path], seconds["layer"], "s", limit)
 
 
+class PlainStep:
+    """A step of the block as plain as it can be: no checks, and a cache taken beforehand.
+
+    The same operators of torch on the same weights, the kernel with the queries of a group folded.
+    """
+
+    def __init__(self, block: nn.Module, stored: Tensor, room: int):
+        self.block, self.position = block, stored.shape[3]
+        self.k, self.v = torch.empty(2, 1, G, self.position + room, D_H)
+        self.k[:, :, : self.position], self.v[:, :, : self.position] = stored
+
+    @staticmethod
+    def normed(norm: nn.Module, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.eps) * norm.weight
+
+    @staticmethod
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        attn, ffn, at = self.block.attn, self.block.ffn, self.position
+        self.position = end = at + 1
+        h = self.normed(self.block.norm1, x)
+        q = attn.q_proj(h).view(1, 1, H, D_H).transpose(1, 2)
+        k = attn.k_proj(h).view(1, 1, G, D_H).transpose(1, 2)
+        self.v[:, :, at:end] = attn.v_proj(h).view(1, 1, G, D_H).transpose(1, 2)
+        cos, sin = cos[at:end], sin[at:end]
+        self.k[:, :, at:end] = self.turned(k, cos, sin)
+        q = self.turned(q, cos, sin).reshape(1, G, H // G, D_H)
+        out = nn.functional.scaled_dot_product_attention(q, self.k[:, :, :end], self.v[:, :, :end])
+        x = x + attn.o_proj(out.reshape(1, 1, H * D_H))
+        h = self.normed(self.block.norm2, x)
+        return x + ffn.down(nn.functional.silu(ffn.gate(h)) * ffn.up(h))
+
+
+@torch.no_grad()
+def decode_plain(length: int, rounds: int) -> Iterator[Row]:
+    """The block's step beside the plainest right one, and both beside what they cannot avoid."""
+    steps = 20 * rounds
+    first, room = length - steps // 2, steps + 2  # one step to compare, one to warm up
+    stored, x = torch.randn(2, 1, G, first, D_H), torch.randn(1, 1, D)
+    cos, sin = tb.build_rope_cache(first + room, D_H)
+    blocks = our_blocks(llama_layer())
+    plain = PlainStep(blocks["fused"], stored, room)
+    calls: dict[str, Callable] = {"plain": partial(plain, x, cos, sin)}
+    for name, block in blocks.items():
+        cache = tb.KVCache(first + room)  # taken beforehand, as the plain one's
+        cache.append(*stored)
+        calls[name] = partial(block, x, cos, sin, kv_cache=cache)
+    wide, low, k, v = torch.randn(1, 1, D_FF), torch.randn(1, 1, D), plain.k, plain.v
+    attn, ffn = blocks["fused"].attn, blocks["fused"].ffn
+    linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, ffn.gate, ffn.up)
+
+    def products_and_read() -> None:
+        for linear in linears:
+            linear(low)
+        ffn.down(wide)
+        k[:, :, :length].sum()
+        v[:, :, :length].sum()
+
+    calls["floor"] = products_and_read
+    expected = calls["plain"]()
+    for path in PATHS:
+        require_same(calls[path](), expected)
+    seconds = take_turns(calls, steps)
+    path, at = better(seconds), f"a token at {length:,} cached"
+    what = f"{at}, {path}; the same operators of torch without class, check and growth"
+    yield Row(f"decode-plain-{length}", what, seconds[path], seconds["plain"], "s", 1.08)
+    floor = "its seven products and one read of K and V"
+    for name, side in ((path, "block"), ("plain", "plain")):
+        row = f"decode-floor-{length}-{side}"
+        yield Row(row, f"{at}, {name}; {floor}", seconds[name], seconds["floor"], "s", math.inf)
+
+
+@torch.no_grad()
+def decode_compiled(length: int, rounds: int) -> Iterator[Row]:
+    """torch.compile of the step, one graph with a fixed cache; needs a C++ compiler."""
+    steps = 20 * rounds
+    stored, x = torch.randn(2, 1, G, length - steps // 2, D_H), torch.randn(1, 1, D)
+    tables = tb.build_rope_cache(length + steps, D_H)
+    block, calls = our_blocks(llama_layer())["fused"], {}
+    for name in ("eager", "compiled"):
+        cache = tb.KVCache(length + steps)
+        cache.append(*stored)
+        step = torch.compile(block, fullgraph=True) if name == "compiled" else block
+        calls[name] = partial(step, x, *tables, kv_cache=cache)
+    for _ in range(3):  # positions are a constant in the first graph, a symbol from the second on
+        require_same(calls["compiled"](), calls["eager"]())
+    seconds = take_turns(calls, steps)
+    what = f"a token at {length:,} cached, fused, compiled; not compiled"
+    name = f"decode-compiled-{length}"
+    yield Row(name, what, seconds["compiled"], seconds["eager"], "s", math.inf)
+
+
+@torch.no_grad()
+def smollm2(rounds: int) -> Iterator[Row]:
+    """A real model beside LlamaForCausalLM with the same tensors: the same greedy tokens."""
+    import checkpoints  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    file = checkpoints.GGUFFile(checkpoints.package_file(checkpoints.SMOLLM2, ".gguf"))
+    ours, tokenizer = checkpoints.load_smollm2(file), checkpoints.load_smollm2_tokenizer(file)
+    config = LlamaConfig(
+        vocab_size=ours.vocab_size,
+        hidden_size=file["llama.embedding_length"],
+        intermediate_size=file["llama.feed_forward_length"],
+        num_hidden_layers=len(ours.blocks),
+        num_attention_heads=file["llama.attention.head_count"],
+        num_key_value_heads=file["llama.attention.head_count_kv"],
+        max_position_embeddings=ours.max_len,
+        rms_norm_eps=file["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": file["llama.rope.freq_base"]},
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        theirs = LlamaForCausalLM(config)
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)  # its table is no parameter
+    theirs.get_input_embeddings().weight = theirs.lm_head.weight = ours.embedding.weight
+    theirs.model.norm.weight = ours.final_norm.weight
+    for layer, block in zip(theirs.model.layers, ours.blocks):
+        for name, place in LLAMA_NAMES.items():
+            layer.get_submodule(place).weight = block.get_submodule(name).weight
+    theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
+    question = tokenizer.encode(checkpoints.chat_prompt(file, "What is attention?")).ids
+    prompts = {
+        "tokens": (torch.tensor([question]), 64, 0.90, "64 tokens after a short prompt"),
+        "prompt": (torch.randint(ours.vocab_size, (1, 2048)), 1, 1.05, "a prompt of 2,048 tokens"),
+    }
+    for kind, (ids, n_new, limit, text) in prompts.items():
+        calls = {
+            "ours": partial(ours.generate, ids, n_new),
+            "theirs": partial(theirs.generate, ids, max_new_tokens=n_new, do_sample=False),
+        }
+        if not torch.equal(calls["ours"](), calls["theirs"]()):
+            raise AssertionError(f"smollm2-{kind}: the two sides continue differently")
+        seconds = take_turns(calls, max(rounds // 2, 2))
+        what = f"SmolLM2-135M, {text}; LlamaForCausalLM.generate, sdpa, the same tensors"
+        yield Row(f"smollm2-{kind}", what, seconds["ours"], seconds["theirs"], "s", limit)
+
+
 @torch.no_grad()
 def decode_attention(length: int, limit: float, rounds: int) -> Iterator[Row]:
     """Cache and attention of a step alone: its seven projections are the same on both sides."""
@@ -318,7 +464,6 @@ def whole_sequence(length: int, train: bool, rounds: int) -> Iterator[Row]:
 
     forwards = {  # each builds the mask it needs, as our blocks do
         "causal": lambda: layer(x, **position),
-        "masked": lambda: layer(x, attention_mask=keep(), **position),
         "eager": lambda: eager(x, attention_mask=additive(), **position),
         "explicit": partial(blocks["explicit"], x, cos, sin),
         "fused": partial(blocks["fused"], x, cos, sin),
@@ -339,13 +484,10 @@ def whole_sequence(length: int, train: bool, rounds: int) -> Iterator[Row]:
     peaks = {name: peak_bytes(call) for name, call in calls.items()}
     kind = "train" if train else "prefill"
     run_name = f"{'a training step' if train else 'a prefill'} of {length:,} tokens"
-    # What the fused path may hold beyond a kernel without mask: two T x T tables of float32.
-    with_mask = 1 + 8 * length**2 / peaks["causal"]
     compared = (
         ("explicit", "eager", "the layer, written-out attention", 1.05, 1.05),
         ("explicit", "causal", "the layer, causal kernel without scores", 3.0, math.inf),
-        ("fused", "masked", "the layer, kernel with the same mask", 1.05, 1.05),
-        ("fused", "causal", "the layer, causal kernel that skips the future", 1.4, with_mask),
+        ("fused", "causal", "the layer, the same causal kernel", 1.05, 1.05),
     )
     for path, reference, against, limit, memory_limit in compared:
         name, what = f"{kind}-{length}-{path}-{reference}", f"{run_name}, {path}; {against}"
@@ -386,7 +528,7 @@ def score_memory(_rounds: int) -> Iterator[Row]:
         for heads in (4, 32):
             what = f"large tensors, fused, {heads} heads, {kind}; one T×T float table"
             ours = peak("fused", heads, train)
-            yield Row(f"memory-fused-{kind}-{heads}", what, ours, table, "B", 2)
+            yield Row(f"memory-fused-{kind}-{heads}", what, ours, table, "B", 0)
 
 
 @torch.no_grad()
@@ -497,6 +639,66 @@ def mla(rounds: int) -> Iterator[Row]:
     yield Row("mla-cache", what, storage_bytes(held), storage_bytes(gqa), "B", 0.3)
 
 
+@torch.no_grad()
+def after(rounds: int) -> Iterator[Row]:
+    """A token at 16,384 through each operator of 2025 and 2026, beside GQA through the kernel."""
+    length, gqa = 16384, partial(tb.MultiHeadAttention, D, H, G, rope=True, attend=tb.attend_fused)
+    sizes = {"kv_rank": 4 * D_H, "rope_dim": D_H // 2, "nope_dim": D_H, "v_dim": D_H}
+    latent = tb.MultiHeadLatentAttention(D, H, **sizes, q_rank=6 * D_H)
+    index = {"n_index_heads": H // 2, "index_dim": D_H, "top_k": 2048}
+    layers = {
+        "gqa": gqa(),
+        "gated": after_2025.OutputGatedAttention(gqa()),
+        "delta": after_2025.GatedDeltaNet(D, 4, 8, k_dim=2 * D_H, v_dim=2 * D_H),
+        "latent": latent,
+        "indexed": after_2025.IndexedSparseAttention(latent, **index),
+    }
+    caches = {name: getattr(layer, "new_cache", tb.KVCache)() for name, layer in layers.items()}
+    x, calls = torch.randn(1, 1, D), {}
+    for name, layer in layers.items():
+        width = layer.rope_dim if name == "latent" else D_H // 2 if name == "indexed" else D_H
+        cos, sin = tb.build_rope_cache(length + 1, width)
+        step = partial(layer, causal=True, cos=cos, sin=sin, kv_cache=caches[name])
+        step(x)  # shows what is cached, and its widths; then as many tokens of noise
+        if name == "delta":
+            caches[name].update(length - 2, caches[name].state, caches[name].columns)
+        for kept in vars(caches[name]).values() if name == "indexed" else [caches[name]]:
+            if isinstance(kept, tb.KVCache):
+                kept.append(*(t.new_empty(1, t.shape[1], length - 2, t.shape[3]).normal_()
+                              for t in (kept.k, kept.v)))  # fmt: skip
+        calls[name] = partial(step, x)
+
+    def reset() -> None:
+        for cache in caches.values():
+            cache.truncate(length - 1)
+
+    def held(name: str) -> int:
+        cache = caches[name]
+        if name == "delta":  # two states: that of the last token, and the one to go back to
+            kept = cache.state, cache.columns, *cache._before[1:]
+            return sum(t.untyped_storage().nbytes() for t in kept)
+        parts = (cache.latent, cache.index) if name == "indexed" else (cache,)
+        return sum(t.nbytes for part in parts for t in (part.k, part.v))
+
+    for call in calls.values():
+        call()
+    bytes_held = {name: held(name) for name in calls}
+    reset()
+    seconds = take_turns(calls, 4 * rounds, reset)
+    compared = (
+        ("gated", "gqa", "output-gated attention", "GQA of 4 heads", 1.5, 1.0),
+        ("delta", "gqa", "Gated DeltaNet", "GQA of 4 heads", 1.0, 0.1),
+        ("indexed", "latent", "indexed attention, 2,048 keys", "dense latent attention", 1.1, 1.3),
+        ("indexed", "gqa", "indexed attention, 2,048 keys", "GQA of 4 heads", 2.0, 1.0),
+    )
+    for name, other, what, against, time_limit, held_limit in compared:
+        row = f"after-{name}-{other}"
+        text = f"{what}, a token at {length:,}; {against}"
+        yield Row(row, text, seconds[name], seconds[other], "s", time_limit)
+        text = f"{what}, bytes held at {length:,}; {against}"
+        yield Row(f"{row}-held", text, bytes_held[name], bytes_held[other], "B", held_limit)
+
+
 def start(rounds: int) -> Iterator[Row]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL, env=environment)
@@ -510,7 +712,12 @@ def start(rounds: int) -> Iterator[Row]:
 MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "decode-256": partial(decode, 256, 1.05),
     "decode-1024": partial(decode, 1024, 1.05),
-    "decode-4096": partial(decode, 4096, 0.80),
+    "decode-4096": partial(decode, 4096, 1.05),
+    "decode-plain-256": partial(decode_plain, 256),
+    "decode-plain-4096": partial(decode_plain, 4096),
+    "decode-plain-16384": partial(decode_plain, 16384),
+    "decode-compiled-4096": partial(decode_compiled, 4096),
+    "smollm2": smollm2,
     "decode-attention-4096": partial(decode_attention, 4096, 0.80),
     "decode-growth": decode_growth,
     "prefill-2048": partial(whole_sequence, 2048, False),
@@ -521,6 +728,7 @@ MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "cache": cache,
     "moe": moe,
     "mla": mla,
+    "after": after,
     "start": start,
 }
 

@@ -123,7 +123,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.parse_args(argv)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        parser.error("start it with torchrun, which tells each process its rank")
+        script = os.path.relpath(__file__)
+        print(f"start it with torchrun --standalone --nproc-per-node 2 {script}", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     ranks = mesh.size()

@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what one full pass gives, and no refusal or error changes a cache."""
+"""Decoding with a cache gives what one full pass gives; what a refusal or an error leaves of it."""
 
 import contextlib
 import copy
@@ -8,28 +8,16 @@ import numpy as np
 import pytest
 import reference
 import torch
+import transformer_block as tb
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformer_block import (
-    BranchNormDecoderBlock,
-    DecoderOnlyLM,
-    GPT2StyleDecoderLayer,
-    KVCache,
-    ModernDecoderBlock,
-    MoEFFN,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    ParallelDecoderBlock,
-    attend,
-    attend_fused,
-    build_rope_cache,
-)
+from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 D, D_FF, V, MAX_LEN = 12, 10, 23, 40
-COS, SIN = build_rope_cache(MAX_LEN, 4)  # all rotated heads are 4 wide
+COS, SIN = tb.build_rope_cache(MAX_LEN, 4)  # all rotated heads are 4 wide
 MLA = {"kv_rank": 5, "rope_dim": 4, "nope_dim": 3, "v_dim": 2}
 close = {"rtol": 0, "atol": 1e-10}
 
@@ -41,27 +29,27 @@ MODES = {
 
 
 def attention(H, G, **options):
-    return MultiHeadAttention(D, H, G, head_dim=4, rope=True, **options)
+    return tb.MultiHeadAttention(D, H, G, head_dim=4, rope=True, **options)
 
 
 # From the numbers of query and KV heads, a block with every kind of sublayer once.
 DECODERS = {
-    "gpt2": lambda H, G: GPT2StyleDecoderLayer(D, H, D_FF),
-    "modern": lambda H, G: ModernDecoderBlock(D, H, G, D_FF, attn=attention(H, G)),
-    "modern fused": lambda H, G: ModernDecoderBlock(
-        D, d_ff=D_FF, attn=attention(H, G, attend=attend_fused, qk_norm=True)
+    "gpt2": lambda H, G: tb.GPT2StyleDecoderLayer(D, H, D_FF),
+    "modern": lambda H, G: tb.ModernDecoderBlock(D, H, G, D_FF, attn=attention(H, G)),
+    "modern fused": lambda H, G: tb.ModernDecoderBlock(
+        D, d_ff=D_FF, attn=attention(H, G, attend=tb.attend_fused, qk_norm=True)
     ),
-    "modern mla": lambda H, G: ModernDecoderBlock(
-        D, d_ff=D_FF, attn=MultiHeadLatentAttention(D, H, **MLA)
+    "modern mla": lambda H, G: tb.ModernDecoderBlock(
+        D, d_ff=D_FF, attn=tb.MultiHeadLatentAttention(D, H, **MLA)
     ),
-    "modern mla moe": lambda H, G: ModernDecoderBlock(
-        D, attn=MultiHeadLatentAttention(D, H, **MLA, q_rank=7), ffn=MoEFFN(D, D_FF)
+    "modern mla moe": lambda H, G: tb.ModernDecoderBlock(
+        D, attn=tb.MultiHeadLatentAttention(D, H, **MLA, q_rank=7), ffn=tb.MoEFFN(D, D_FF)
     ),
-    "parallel": lambda H, G: ParallelDecoderBlock(D, H, G, D_FF),
-    "parallel rotated": lambda H, G: ParallelDecoderBlock(
+    "parallel": lambda H, G: tb.ParallelDecoderBlock(D, H, G, D_FF),
+    "parallel rotated": lambda H, G: tb.ParallelDecoderBlock(
         D, d_ff=D_FF, shared_norm=False, attn=attention(H, G, bias=True)
     ),
-    "branch norm": lambda H, G: BranchNormDecoderBlock(
+    "branch norm": lambda H, G: tb.BranchNormDecoderBlock(
         D, d_ff=D_FF, attn=attention(H, G, logit_softcap=2.0, scale=0.7)
     ),
 }
@@ -78,14 +66,14 @@ def make(kind, H=4, G=2):
 
 
 def run(block, x, **options):
-    if not isinstance(block, GPT2StyleDecoderLayer):
+    if not isinstance(block, tb.GPT2StyleDecoderLayer):
         options |= {"cos": COS, "sin": SIN}
     return block(x, **options)
 
 
 def make_lm(**options):
     torch.manual_seed(1)
-    model = DecoderOnlyLM(V, D, 2, 3, 1, D_FF, max_len=MAX_LEN, **options).double()
+    model = tb.DecoderOnlyLM(V, D, 2, 3, 1, D_FF, max_len=MAX_LEN, **options).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -131,7 +119,7 @@ def test_any_split_equals_the_full_pass(kind, data, lengths, mode):
     window = data.draw(st.sampled_from([None, None, 1, 2, 3]))
     padding = torch.rand(B, T) < 0.7 if data.draw(st.booleans()) else None
     x = torch.randn(B, T, D).double()
-    cache = KVCache(data.draw(st.sampled_from([None, T + 1])))
+    cache = tb.KVCache(data.draw(st.sampled_from([None, T + 1])))
     mask = None if window is None else causal(0, T, window)
     full = run(block, x, mask=mask, key_padding_mask=padding)
 
@@ -166,7 +154,7 @@ def test_every_chunk_of_one_stream_may_run_in_another_mode(kind):
     block, x = make(kind), torch.randn(2, 6, D).double()
     full = run(block, x)
     for modes in (("inference", "grad", "no_grad"), ("no_grad", "inference", "grad")):
-        cache, outs = KVCache(), []
+        cache, outs = tb.KVCache(), []
         for i, mode in enumerate([*modes, *modes]):
             with MODES[mode]():
                 outs.append(run(block, x[:, i : i + 1], kv_cache=cache).clone())
@@ -178,7 +166,7 @@ def test_cached_keys_and_values_are_projected_normed_and_rotated_once(lengths):
     torch.manual_seed(0)
     attn = attention(4, 2, qk_norm=True, bias=True).double()
     nn.init.normal_(attn.k_norm.weight)
-    x, cache = torch.randn(2, 6, D).double(), KVCache()
+    x, cache = torch.randn(2, 6, D).double(), tb.KVCache()
 
     def step(part):
         return attn(part, cos=COS, sin=SIN, kv_cache=cache)[0]
@@ -197,9 +185,9 @@ def test_cached_keys_and_values_are_projected_normed_and_rotated_once(lengths):
 @pytest.mark.parametrize("lengths", [[6], [1] * 6, [4, 2]])
 def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
     torch.manual_seed(0)
-    attn = MultiHeadLatentAttention(D, 4, **MLA).double()
+    attn = tb.MultiHeadLatentAttention(D, 4, **MLA).double()
     nn.init.normal_(attn.kv_norm.weight)
-    x, cache = torch.randn(2, 6, D).double(), KVCache()
+    x, cache = torch.randn(2, 6, D).double(), tb.KVCache()
 
     def step(part):
         return attn(part, cos=COS, sin=SIN, kv_cache=cache)[0]
@@ -219,15 +207,16 @@ def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
 
 def test_latent_step_does_not_expand_the_cached_keys():
     """The absorbed form: a step's work in kv_up does not grow with the cache."""
-    attn = MultiHeadLatentAttention(D, 4, **MLA)
-    seen = []
-    attn.kv_up.register_forward_hook(lambda module, args, out: seen.append(args[0].shape[-2]))
-    cache = KVCache()
-    with torch.no_grad():
-        for length in (9, 1, 1):
+    attn, work = tb.MultiHeadLatentAttention(D, 4, **MLA), []
+    for length in (9, 21):
+        cache = tb.KVCache()
+        with torch.no_grad():
             attn(torch.randn(1, length, D), cos=COS, sin=SIN, kv_cache=cache)
-    assert all(rows <= 9 for rows in seen)
-    assert len(seen) <= 1
+            with FlopCounterMode(display=False) as counter:
+                attn(torch.randn(1, 1, D), cos=COS, sin=SIN, kv_cache=cache)
+        work.append(counter.get_total_flops())
+    a_key = 2 * 4 * (MLA["kv_rank"] + MLA["rope_dim"]) + 2 * 4 * MLA["kv_rank"]  # score, sum
+    assert work[1] - work[0] == 12 * a_key
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -235,7 +224,7 @@ def test_latent_step_does_not_expand_the_cached_keys():
 def test_gradients_through_cached_chunks_equal_those_of_the_full_pass(kind, lengths):
     torch.manual_seed(0)
     block, x = make(kind), torch.randn(2, 5, D).double().requires_grad_()
-    weighting, cache = torch.randn(2, 5, D).double(), KVCache()
+    weighting, cache = torch.randn(2, 5, D).double(), tb.KVCache()
 
     def step(part):
         return run(block, part, kv_cache=cache)
@@ -280,7 +269,7 @@ OPERATIONS = st.one_of(
 @given(steps=st.lists(OPERATIONS, max_size=12), max_len=st.sampled_from([None, 9]))
 def test_cache_holds_what_a_list_holds(steps, max_len):
     torch.manual_seed(0)
-    cache, k, v = KVCache(max_len), torch.zeros(2, 3, 0, 4), torch.zeros(2, 3, 0, 1)
+    cache, k, v = tb.KVCache(max_len), torch.zeros(2, 3, 0, 4), torch.zeros(2, 3, 0, 1)
     for action, number in steps:
         if action in MODES and not (max_len and k.shape[2] + number > max_len):
             k_new, v_new = torch.randn(2, 3, number, 4), torch.randn(2, 3, number, 1)
@@ -332,7 +321,7 @@ def addresses(cache, n, mode):
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
 def test_growth_copies_the_history_a_logarithmic_number_of_times(mode):
-    pointers, views = addresses(KVCache(), 500, mode)
+    pointers, views = addresses(tb.KVCache(), 500, mode)
     assert len(set(pointers)) <= 12
     last = views[-1].untyped_storage().nbytes() / views[-1].element_size()
     assert last <= 2 * 512 * 2 * 3 * 4
@@ -340,7 +329,7 @@ def test_growth_copies_the_history_a_logarithmic_number_of_times(mode):
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
 def test_max_len_takes_the_memory_once_also_after_reset_and_truncate(mode):
-    cache = KVCache(10)
+    cache = tb.KVCache(10)
     first, views = addresses(cache, 10, mode)
     cache.truncate(4)
     second, more = addresses(cache, 6, mode)
@@ -354,7 +343,7 @@ def test_max_len_takes_the_memory_once_also_after_reset_and_truncate(mode):
 
 
 def test_reset_with_max_len_takes_another_batch_dtype_and_width():
-    cache = KVCache(6)
+    cache = tb.KVCache(6)
     with torch.no_grad():
         cache.append(*rows(3))
         for change in ({"B": 5}, {"G": 1}, {"width_k": 2}, {"dtype": torch.float64}):
@@ -367,7 +356,7 @@ def test_reset_with_max_len_takes_another_batch_dtype_and_width():
 
 def test_grad_mode_counts_not_requires_grad():
     """A tensor without grad may still be saved by autograd for the gradient of another one."""
-    cache, views = KVCache(), []
+    cache, views = tb.KVCache(), []
     for _ in range(3):
         k, _ = cache.append(*rows(1))
         views.append((k, k.clone()))
@@ -376,11 +365,11 @@ def test_grad_mode_counts_not_requires_grad():
 
 
 def test_append_in_grad_mode_writes_into_no_buffer_that_autograd_may_have_saved():
-    cache = KVCache(8)
+    cache = tb.KVCache(8)
     with torch.no_grad():
         k, v = cache.append(*rows(3, width_v=4))
     q = torch.randn(2, 3, 2, 4, requires_grad=True)
-    loss = attend(q, k, v).sum()
+    loss = tb.attend(q, k, v).sum()
     cache.append(*rows(1, width_v=4))  # needs no gradient itself
     loss.backward()
     assert q.grad.isfinite().all()
@@ -388,7 +377,7 @@ def test_append_in_grad_mode_writes_into_no_buffer_that_autograd_may_have_saved(
 
 def test_appended_tensors_may_be_changed_by_the_caller_afterwards():
     for mode, context in MODES.items():
-        cache = KVCache()
+        cache = tb.KVCache()
         with context():
             k, v = rows(2)
             wanted = k.clone()
@@ -418,7 +407,7 @@ BAD_APPENDS = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", BAD_APPENDS)
 def test_refused_append_leaves_the_cache_as_it_was(bad, mode):
-    cache = KVCache(8)
+    cache = tb.KVCache(8)
     with MODES[mode]():
         k, v = (t.clone() for t in cache.append(*rows(2)))
         with pytest.raises((ValueError, TypeError)):
@@ -433,7 +422,7 @@ def test_refused_append_leaves_the_cache_as_it_was(bad, mode):
 @pytest.mark.parametrize("max_len", [None, 8])
 @pytest.mark.parametrize("outside", ["grad", "no_grad"])
 def test_buffer_made_under_inference_mode_is_made_anew_outside(max_len, outside):
-    cache = KVCache(max_len)
+    cache = tb.KVCache(max_len)
     k, v = rows(3)
     with torch.inference_mode():
         cache.append(k, v)
@@ -456,7 +445,7 @@ def test_buffer_made_under_inference_mode_is_made_anew_outside(max_len, outside)
 def test_backward_is_right_after_truncate_and_an_append_without_grad(max_len, before, after):
     """What autograd has saved of a step must not be written over by a later one."""
     torch.manual_seed(0)
-    attn, cache = MultiHeadAttention(D, 4, 2).double(), KVCache(max_len)
+    attn, cache = tb.MultiHeadAttention(D, 4, 2).double(), tb.KVCache(max_len)
     past, x = torch.randn(1, 2, D).double(), torch.randn(1, 2, D).double().requires_grad_()
     with MODES[before]():
         attn(past, kv_cache=cache)
@@ -479,7 +468,7 @@ def test_backward_is_right_after_truncate_and_an_append_without_grad(max_len, be
 @pytest.mark.parametrize("max_len", [None, 8])
 def test_copies_do_not_write_into_each_other(duplicate, mode, max_len):
     with MODES[mode]():
-        cache = KVCache(max_len)
+        cache = tb.KVCache(max_len)
         cache.append(*rows(4))
         cache.append(*rows(1))
         other = duplicate(cache)
@@ -503,7 +492,7 @@ def test_copies_do_not_write_into_each_other(duplicate, mode, max_len):
 
 
 def test_copies_of_a_cache_with_a_graph_behind_it():
-    attn, cache = MultiHeadAttention(D, 4, 2), KVCache()
+    attn, cache = tb.MultiHeadAttention(D, 4, 2), tb.KVCache()
     attn(torch.randn(1, 3, D), kv_cache=cache)
     for other in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
         assert torch.equal(other.k, cache.k)
@@ -514,7 +503,7 @@ def test_truncate_and_append_decode_as_if_the_rest_had_never_been():
     torch.manual_seed(0)
     block, x = make("modern"), torch.randn(2, 6, D).double()
     with torch.no_grad():
-        cache = KVCache()
+        cache = tb.KVCache()
         run(block, x[:, :3], kv_cache=cache)
         run(block, torch.randn(2, 4, D).double(), kv_cache=cache)
         cache.truncate(3)
@@ -523,7 +512,7 @@ def test_truncate_and_append_decode_as_if_the_rest_had_never_been():
 
 
 # =============================================================================================
-# A call that raises leaves the cache as it was
+# A model that raises leaves its caches as they were; a block alone keeps what was stored
 # =============================================================================================
 
 
@@ -560,9 +549,11 @@ def failing(module):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_block_that_raises_anywhere_leaves_the_cache(kind, filled, mode):
+def test_block_alone_that_raises_keeps_what_was_stored_and_truncate_takes_the_rest_back(
+    kind, filled, mode
+):
     torch.manual_seed(0)
-    block, cache, x = make(kind), KVCache(), torch.randn(2, 5, D).double()
+    block, cache, x = make(kind), tb.KVCache(), torch.randn(2, 5, D).double()
     full, start, raised = run(block, x), 2 * filled, 0
     with MODES[mode]():
         if filled:
@@ -571,10 +562,11 @@ def test_block_that_raises_anywhere_leaves_the_cache(kind, filled, mode):
         for part in (part for part in block.modules() if part is not block):
             with failing(part):
                 try:
-                    run(block, x[:, start:], kv_cache=cache)
-                    cache.truncate(start)  # not every part is called: kv_up is not when absorbed
+                    run(block, x[:, start:], kv_cache=cache)  # not every part is called: kv_up
                 except StopHereError:
                     raised += 1
+            assert cache.next_pos in (start, 5)
+            cache.truncate(start)
             assert_unchanged([cache], before)
         assert raised >= 8
         rest = run(block, x[:, start:], kv_cache=cache)
@@ -583,18 +575,22 @@ def test_block_that_raises_anywhere_leaves_the_cache(kind, filled, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("error", [StopHereError, KeyboardInterrupt])
-def test_attention_whose_attend_raises_leaves_the_cache(mode, error):
+@pytest.mark.parametrize("layer", [0, 1])
+def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
     def interrupted(*_args, **_options):
         raise error
 
-    attn, cache = MultiHeadAttention(D, 4, 2), KVCache(6)
+    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    caches, full = [tb.KVCache(6), tb.KVCache()], model(ids)
     with MODES[mode]():
-        attn(torch.randn(2, 3, D), kv_cache=cache)
-        before = snapshot([cache])
+        model(ids[:, :3], kv_caches=caches)
+        before, attn = snapshot(caches), model.blocks[layer].attn
         attn.attend = interrupted
         with pytest.raises(error):
-            attn(torch.randn(2, 2, D), kv_cache=cache)
-        assert_unchanged([cache], before)
+            model(ids[:, 3:], kv_caches=caches)
+        assert_unchanged(caches, before)
+        attn.attend = tb.attend
+        torch.testing.assert_close(model(ids[:, 3:], kv_caches=caches), full[:, 3:], **close)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -615,20 +611,22 @@ def test_model_that_raises_anywhere_leaves_all_caches(filled, mode):
         torch.testing.assert_close(rest, full[:, 2 * filled :], **close)
 
 
-def test_with_block_takes_back_what_was_appended_only_on_an_error():
-    cache = KVCache()
-    with cache, cache:
-        cache.append(*rows(2))
-    assert cache.next_pos == 2
-    with pytest.raises(StopHereError), cache:
-        cache.append(*rows(1))
-        with cache:
-            cache.append(*rows(1))
-        raise StopHereError
-    assert cache.next_pos == 2
-    with cache:
-        with pytest.raises(StopHereError), cache:
-            cache.append(*rows(3))
+def test_cache_has_no_context_protocol_and_no_library_code_enters_one():
+    """A with block over a cache that truncates and appends took back the wrong rows."""
+    assert not hasattr(tb.KVCache, "__enter__")
+    assert not hasattr(tb.KVCache, "__exit__")
+    with pytest.raises(TypeError, match="context manager"), tb.KVCache():
+        pass
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_that_is_cut_and_filled_again_holds_what_came_last_also_after_an_error(mode):
+    cache, (first, _), (second, _) = tb.KVCache(), rows(4), rows(1)
+    with MODES[mode]():
+        cache.append(first, first)
+        with pytest.raises(StopHereError):
+            cache.truncate(1)
+            cache.append(second, second)
             raise StopHereError
-        cache.append(*rows(1))
-    assert cache.next_pos == 3
+        assert cache.next_pos == 2
+        assert_holds(cache, *[torch.cat((first[:, :, :1], second), dim=2)] * 2)

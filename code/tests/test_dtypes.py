@@ -6,29 +6,9 @@ import pickle
 
 import pytest
 import torch
+import transformer_block as tb
 from test_cache import COS, D_FF, DECODERS, SIN, D, make, make_lm, run
 from torch import nn
-from transformer_block import (
-    DecoderOnlyLM,
-    DenseFFN,
-    GatedFFN,
-    KVCache,
-    ModernDecoderBlock,
-    MoEFFN,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    RMSNorm,
-    VanillaEncoderLayer2017,
-    VanillaSeq2SeqDecoderLayer2017,
-    apply_rope,
-    attend,
-    attend_fused,
-    build_causal_mask,
-    build_rope_cache,
-    next_token_loss,
-    pick_next_token,
-    sinusoidal_positions,
-)
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -40,7 +20,7 @@ TOLERANCE = {
     torch.float16: 1e-2,
 }
 HALF = [torch.float16, torch.bfloat16]
-PATHS = [attend, attend_fused]
+PATHS = [tb.attend, tb.attend_fused]
 
 B, T = 2, 5
 KEEP = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -53,33 +33,33 @@ def rotated(module, x):
 
 # Everything that is not a decoder block: how to make it and how to call it.
 OTHERS = {
-    "rms_norm": (lambda: RMSNorm(D), lambda m, x: m(x)),
+    "rms_norm": (lambda: tb.RMSNorm(D), lambda m, x: m(x)),
     "attention": (
-        lambda: MultiHeadAttention(
+        lambda: tb.MultiHeadAttention(
             D, 4, 2, head_dim=4, bias=True, rope=True, qk_norm=True, logit_softcap=3.0
         ),
         rotated,
     ),
     "attention fused": (
-        lambda: MultiHeadAttention(D, 4, 2, head_dim=4, rope=True, attend=attend_fused),
+        lambda: tb.MultiHeadAttention(D, 4, 2, head_dim=4, rope=True, attend=tb.attend_fused),
         rotated,
     ),
     "cross attention": (
-        lambda: MultiHeadAttention(D, 4, 2),
+        lambda: tb.MultiHeadAttention(D, 4, 2),
         lambda m, x: m(x, x[:, :3], key_padding_mask=KEEP[:, :3])[0],
     ),
     "latent attention": (
-        lambda: MultiHeadLatentAttention(
+        lambda: tb.MultiHeadLatentAttention(
             D, 4, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2, q_rank=6
         ),
         rotated,
     ),
-    "dense": (lambda: DenseFFN(D, D_FF, bias=True), lambda m, x: m(x)),
-    "gated": (lambda: GatedFFN(D, D_FF, bias=True), lambda m, x: m(x)),
-    "moe": (lambda: MoEFFN(D, D_FF), lambda m, x: m(x)),
-    "encoder": (lambda: VanillaEncoderLayer2017(D, 4, D_FF), lambda m, x: m(x, KEEP)),
+    "dense": (lambda: tb.DenseFFN(D, D_FF, bias=True), lambda m, x: m(x)),
+    "gated": (lambda: tb.GatedFFN(D, D_FF, bias=True), lambda m, x: m(x)),
+    "moe": (lambda: tb.MoEFFN(D, D_FF), lambda m, x: m(x)),
+    "encoder": (lambda: tb.VanillaEncoderLayer2017(D, 4, D_FF), lambda m, x: m(x, KEEP)),
     "seq2seq": (
-        lambda: VanillaSeq2SeqDecoderLayer2017(D, 4, D_FF),
+        lambda: tb.VanillaSeq2SeqDecoderLayer2017(D, 4, D_FF),
         lambda m, x: m(x, x[:, 1:] * 0.5, key_padding_mask=KEEP),
     ),
 }
@@ -133,7 +113,7 @@ def test_cached_decoding_is_near_the_float64_run(kind, dtype):
     module, call = build(kind)
     narrow = module.to(dtype)
     exact = copy.deepcopy(narrow).double()
-    x, cache = draw(dtype), KVCache()
+    x, cache = draw(dtype), tb.KVCache()
     with torch.no_grad():
         chunks = [call(narrow, part, kv_cache=cache) for part in x.split([2, 1, 2], dim=1)]
     assert cache.k.dtype == cache.v.dtype == dtype
@@ -148,7 +128,7 @@ def test_model_logits_generate_and_loss(dtype):
     assert logits.dtype == dtype
     assert_near(logits, copy.deepcopy(model).double()(ids), TOLERANCE[dtype])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert next_token_loss(logits, ids).dtype == wide
+    assert tb.next_token_loss(logits, ids).dtype == wide
     for temperature in (0.0, 0.8):
         assert model.generate(ids, 3, temperature=temperature).shape == (2, 8)
 
@@ -164,7 +144,7 @@ def test_autocast_is_near_the_float64_run_cached_and_backward(kind, autocast):
         out = call(module, x)
         assert_near(out, wanted, TOLERANCE[autocast])
         if kind in DECODERS:
-            cache = KVCache()
+            cache = tb.KVCache()
             chunks = [call(module, part, kv_cache=cache) for part in x.split([3, 2], dim=1)]
             assert_near(torch.cat(chunks, dim=1), wanted, TOLERANCE[autocast])
     out.float().square().mean().backward()
@@ -173,9 +153,9 @@ def test_autocast_is_near_the_float64_run_cached_and_backward(kind, autocast):
 
 def test_autocast_of_the_model_gives_a_loss_and_gradients():
     model, ids = make_lm().float(), torch.arange(10).view(2, 5)
-    wanted = next_token_loss(model(ids), ids)
+    wanted = tb.next_token_loss(model(ids), ids)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = next_token_loss(model(ids), ids)
+        loss = tb.next_token_loss(model(ids), ids)
         assert model.generate(ids, 2).shape == (2, 7)
     assert abs(loss - wanted) < 0.1 * wanted
     loss.backward()
@@ -218,7 +198,7 @@ def test_soft_cap_is_computed_in_float32(dtype):
     """In half, 100 * tanh(1.01) - 100 * tanh(1) is off by a tenth and more."""
     q = torch.tensor([100.0, 101.0], dtype=dtype).view(1, 1, 1, 2)
     one_hot = torch.eye(2, dtype=dtype).view(1, 1, 2, 2)
-    weights = attend(q, one_hot, one_hot, scale=1.0, logit_softcap=100.0)
+    weights = tb.attend(q, one_hot, one_hot, scale=1.0, logit_softcap=100.0)
     wanted = (100 * (q.double() / 100).tanh()).softmax(dim=-1)
     torch.testing.assert_close(weights.double(), wanted, rtol=0, atol=3e-3)
 
@@ -229,7 +209,7 @@ def test_soft_cap_is_computed_in_float32(dtype):
 )
 def test_latent_scores_that_fit_once_scaled_do_not_overflow(cached):
     """The unscaled product of a query with kv_up is 200 * 10 * 64, past 65504; an eighth fits."""
-    attn = MultiHeadLatentAttention(64, 1, kv_rank=4, rope_dim=2, nope_dim=62, v_dim=4)
+    attn = tb.MultiHeadLatentAttention(64, 1, kv_rank=4, rope_dim=2, nope_dim=62, v_dim=4)
     with torch.no_grad():
         for parameter in attn.parameters():
             parameter.zero_()
@@ -248,8 +228,8 @@ def test_latent_scores_that_fit_once_scaled_do_not_overflow(cached):
 
 
 def rotated_once(attn, x, cached):
-    cos, sin = build_rope_cache(8, 2)
-    cache = KVCache()
+    cos, sin = tb.build_rope_cache(8, 2)
+    cache = tb.KVCache()
     if cached:
         attn(x[:, :2], cos=cos, sin=sin, kv_cache=cache)
         x = x[:, 2:]
@@ -258,9 +238,9 @@ def rotated_once(attn, x, cached):
 
 @pytest.mark.parametrize("value", [300.0, 6e4, 1e-3])
 def test_rms_norm_in_half_neither_overflows_nor_vanishes(value):
-    out = RMSNorm(4).half()(torch.full((2, 4), value).half())
+    out = tb.RMSNorm(4).half()(torch.full((2, 4), value).half())
     torch.testing.assert_close(out.float(), torch.full((2, 4), 1.0), rtol=0, atol=0.3 * (value < 1))
-    small = RMSNorm(4, eps=1e-12).half()(torch.full((2, 4), 1e-3).half())
+    small = tb.RMSNorm(4, eps=1e-12).half()(torch.full((2, 4), 1e-3).half())
     torch.testing.assert_close(small, torch.ones(2, 4).half(), rtol=0, atol=2e-3)
 
 
@@ -280,10 +260,10 @@ def test_large_activations_and_dead_rows_stay_finite(kind, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rotation_is_that_of_float32_rounded_once(dtype):
-    cos, sin = build_rope_cache(400, 8)
+    cos, sin = tb.build_rope_cache(400, 8)
     x = draw().reshape(B, 1, T, D)[..., :8].to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    got = apply_rope(x, cos[300 : 300 + T], sin[300 : 300 + T])
+    got = tb.apply_rope(x, cos[300 : 300 + T], sin[300 : 300 + T])
     assert got.dtype == dtype
     c, s = cos[300 : 300 + T].to(wide), sin[300 : 300 + T].to(wide)
     first, second = x.to(wide).split(4, dim=-1)
@@ -295,7 +275,7 @@ def test_rotation_is_that_of_float32_rounded_once(dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rope_tables_in_each_dtype_are_the_float32_table_cast(dtype):
-    wide, narrow = build_rope_cache(4096, 8), build_rope_cache(4096, 8, dtype=dtype)
+    wide, narrow = tb.build_rope_cache(4096, 8), tb.build_rope_cache(4096, 8, dtype=dtype)
     for table, cast in zip(wide, narrow):
         assert cast.dtype == dtype
         assert torch.equal(cast, table.to(dtype))
@@ -303,7 +283,7 @@ def test_rope_tables_in_each_dtype_are_the_float32_table_cast(dtype):
 
 def test_model_tables_stay_float32_after_a_cast():
     """Positions past 256 collide in bfloat16: logits far out must not change with the casts."""
-    model = DecoderOnlyLM(23, 12, 1, 3, 1, 10, max_len=700)
+    model = tb.DecoderOnlyLM(23, 12, 1, 3, 1, 10, max_len=700)
     ids = torch.arange(600).view(1, 600) % 23
     fresh = copy.deepcopy(model)
     model.bfloat16().float()
@@ -320,7 +300,7 @@ def test_blocks_get_float32_tables_from_a_model_in_half(dtype):
         lambda block, args, options: seen.append((options["cos"], options["sin"])), with_kwargs=True
     )
     model(torch.arange(10).view(2, 5))
-    for table, exact in zip(seen[0], build_rope_cache(40, 4)):
+    for table, exact in zip(seen[0], tb.build_rope_cache(40, 4)):
         assert table.dtype == torch.float32
         assert torch.equal(table[:5], exact[:5])
 
@@ -335,9 +315,9 @@ def test_blocks_get_float32_tables_from_a_model_in_half(dtype):
 def test_nan_query_row_is_a_nan_output_row(keep, cap):
     q, k = torch.randn(1, 4, 3, 2), torch.randn(1, 2, 3, 2)
     q[0, 1, 2] = torch.nan
-    outs = [attend(q, k, k, keep, logit_softcap=cap)]
+    outs = [tb.attend(q, k, k, keep, logit_softcap=cap)]
     if keep is not None and cap is None:
-        outs.append(attend_fused(q, k, k, keep))
+        outs.append(tb.attend_fused(q, k, k, keep))
     for out in outs:
         assert out[0, 1, 2].isnan().all()
         out[0, 1, 2] = 0
@@ -384,17 +364,17 @@ def test_deepcopy_and_pickle_of_the_model_also_after_a_forward_with_grad():
     wanted = model(ids)
     for other in duplicates(model):
         assert torch.equal(other(ids), wanted)
-        assert other.lm_head.weight is other.embedding.weight
-        assert other.lm_head.weight is not model.lm_head.weight
+        assert other.lm_head is None
+        assert other.embedding.weight is not model.embedding.weight
 
 
 def make_moe_block():
-    attn = MultiHeadAttention(D, 3, 1, rope=True)
-    return ModernDecoderBlock(D, attn=attn, ffn=MoEFFN(D, D_FF))
+    attn = tb.MultiHeadAttention(D, 3, 1, rope=True)
+    return tb.ModernDecoderBlock(D, attn=attn, ffn=tb.MoEFFN(D, D_FF))
 
 
 def test_moe_keeps_its_statistics_in_a_copy():
-    moe = MoEFFN(D, D_FF)
+    moe = tb.MoEFFN(D, D_FF)
     moe(torch.randn(3, D))
     for other in duplicates(moe):
         assert other.tokens_per_expert == moe.tokens_per_expert
@@ -430,7 +410,7 @@ def test_cpu_call_inside_a_meta_context(kind):
     with torch.device("meta"):
         assert torch.equal(call(module, x), wanted)
         if kind in DECODERS:
-            cache = KVCache()
+            cache = tb.KVCache()
             for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
                 cache.reset()
                 with mode():
@@ -441,22 +421,24 @@ def test_cpu_call_inside_a_meta_context(kind):
 def test_cpu_functions_inside_a_meta_context():
     model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
     keep = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
-    loss, tokens = next_token_loss(model(ids), ids, keep), model.generate(ids, 3)
+    loss, tokens = tb.next_token_loss(model(ids), ids, keep), model.generate(ids, 3)
     logits = torch.randn(2, 9)
     q, positions = torch.randn(1, 4, 3, 4), torch.arange(3)
     options = {"temperature": 1.0, "top_k": 4, "top_p": 0.9}
     with torch.device("meta"):
-        assert torch.equal(next_token_loss(model(ids), ids, keep), loss)
+        assert torch.equal(tb.next_token_loss(model(ids), ids, keep), loss)
         assert torch.equal(model.generate(ids, 3), tokens)
         assert model.generate(ids, 3, key_padding_mask=keep, eos_id=1, **options).device == q.device
-        assert pick_next_token(logits, **options).device == q.device
+        assert tb.pick_next_token(logits, **options).device == q.device
         for path in PATHS:
             assert path(q, q, q, CAUSAL[:3, :3]).isfinite().all()
-        assert build_causal_mask(positions, positions, 2).tolist()[2] == [False, True, True]
-        assert [table.device.type for table in build_rope_cache(4, 4, device="cpu")] == ["cpu"] * 2
-        assert build_rope_cache(4, 4)[0].device.type == "meta"
-        assert sinusoidal_positions(4, 4).device.type == "meta"
-    assert build_rope_cache(4, 4, device="meta")[0].device.type == "meta"
+        assert tb.build_causal_mask(positions, positions, 2).tolist()[2] == [False, True, True]
+        assert [table.device.type for table in tb.build_rope_cache(4, 4, device="cpu")] == [
+            "cpu"
+        ] * 2
+        assert tb.build_rope_cache(4, 4)[0].device.type == "meta"
+        assert tb.sinusoidal_positions(4, 4).device.type == "meta"
+    assert tb.build_rope_cache(4, 4, device="meta")[0].device.type == "meta"
 
 
 @pytest.mark.parametrize("filled", ["to_empty", "assign"])
@@ -482,15 +464,15 @@ def fill(other, module, how):
 def test_model_built_under_meta_and_filled(filled, tie):
     model, ids = make_lm(tie_embeddings=tie), torch.arange(10).view(2, 5)
     with torch.device("meta"):
-        other = DecoderOnlyLM(23, D, 2, 3, 1, D_FF, max_len=40, tie_embeddings=tie)
+        other = tb.DecoderOnlyLM(23, D, 2, 3, 1, D_FF, max_len=40, tie_embeddings=tie)
     assert all(parameter.is_meta for parameter in other.parameters())
     fill(other, model, filled)
-    assert (other.lm_head.weight is other.embedding.weight) == tie
+    assert (other.lm_head is None) == tie
     assert torch.equal(other(ids), model(ids))
     assert torch.equal(other.generate(ids, 3), model.generate(ids, 3))
 
 
-def test_model_moved_to_meta_and_back_gives_its_tables_back():
+def test_model_moved_to_meta_and_filled_again_still_has_its_tables():
     model, ids = make_lm(), torch.arange(10).view(2, 5)
     state, wanted = copy.deepcopy(model.state_dict()), model(ids)
     model.to("meta").to_empty(device="cpu").load_state_dict(state)
@@ -499,8 +481,14 @@ def test_model_moved_to_meta_and_back_gives_its_tables_back():
 
 def test_module_in_a_parent_is_cast_and_filled_with_it():
     model, ids = make_lm(), torch.arange(10).view(2, 5)
-    parent = nn.ModuleDict({"lm": model}).float()
-    assert model.lm_head.weight is model.embedding.weight
-    parent.load_state_dict(copy.deepcopy(parent.state_dict()), assign=True)
-    assert model.lm_head.weight is model.embedding.weight
-    assert model(ids).dtype == torch.float32
+    parent, wanted = nn.ModuleDict({"lm": model}).float(), model(ids)
+    state = copy.deepcopy(parent.state_dict())
+    assert [name for name in state if "block" not in name] == [
+        "lm.embedding.weight",
+        "lm.final_norm.weight",
+    ]
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    parent.load_state_dict(state, assign=True)
+    assert wanted.dtype == torch.float32
+    assert torch.equal(model(ids), wanted)

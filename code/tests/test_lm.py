@@ -9,20 +9,8 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+import transformer_block as tb
 from torch import nn
-from transformer_block import (
-    BranchNormDecoderBlock,
-    DecoderOnlyLM,
-    GatedFFN,
-    KVCache,
-    ModernDecoderBlock,
-    MoEFFN,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    ParallelDecoderBlock,
-    next_token_loss,
-    pick_next_token,
-)
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -35,7 +23,7 @@ def make(seed=0, std=0.5, **options):
     """A model in float64, every parameter drawn anew with std."""
     torch.manual_seed(seed)
     options = {"max_len": MAX_LEN} | options
-    model = DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options).double()
+    model = tb.DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=std)
@@ -51,19 +39,22 @@ def padded(prompts):
 
 
 BLOCKS = {
-    "modern": lambda layer: ModernDecoderBlock(D, H, G, D_FF),
-    "branch norm": lambda layer: BranchNormDecoderBlock(D, H, G, D_FF),
-    "parallel": lambda layer: ParallelDecoderBlock(D, H, G, D_FF),
-    "parallel rotated": lambda layer: ParallelDecoderBlock(
-        D, attn=MultiHeadAttention(D, H, G, rope=True), ffn=GatedFFN(D, D_FF), shared_norm=False
+    "modern": lambda layer: tb.ModernDecoderBlock(D, H, G, D_FF),
+    "branch norm": lambda layer: tb.BranchNormDecoderBlock(D, H, G, D_FF),
+    "parallel": lambda layer: tb.ParallelDecoderBlock(D, H, G, D_FF),
+    "parallel rotated": lambda layer: tb.ParallelDecoderBlock(
+        D,
+        attn=tb.MultiHeadAttention(D, H, G, rope=True),
+        ffn=tb.GatedFFN(D, D_FF),
+        shared_norm=False,
     ),
-    "latent": lambda layer: ModernDecoderBlock(
+    "latent": lambda layer: tb.ModernDecoderBlock(
         D,
         d_ff=D_FF,
-        attn=MultiHeadLatentAttention(D, H, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2),
+        attn=tb.MultiHeadLatentAttention(D, H, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2),
     ),
-    "experts in every second layer": lambda layer: ModernDecoderBlock(
-        D, H, G, D_FF, ffn=MoEFFN(D, D_FF) if layer % 2 else None
+    "experts in every second layer": lambda layer: tb.ModernDecoderBlock(
+        D, H, G, D_FF, ffn=tb.MoEFFN(D, D_FF) if layer % 2 else None
     ),
 }
 
@@ -92,7 +83,8 @@ def reference_logits(model, ids, *, windows, scale=1.0, cap=None, keep=None, bas
             return reference.gated_ffn(reference.sub(block, "ffn"), h)
 
         x = reference.pre_norm(block, x, attn, ffn, eps=1e-6, norm=reference.rms_norm)
-    logits = reference.rms_norm(p, "final_norm", x, 1e-6) @ p["lm_head.weight"].T
+    head = p.get("lm_head.weight", p["embedding.weight"])
+    logits = reference.rms_norm(p, "final_norm", x, 1e-6) @ head.T
     return logits if cap is None else cap * np.tanh(logits / cap)
 
 
@@ -147,7 +139,7 @@ def test_make_block_is_called_with_each_layer_and_what_it_returns_is_used():
 
     def make_block(layer):
         asked.append(layer)
-        made.append(ModernDecoderBlock(D, H, G, D_FF))
+        made.append(tb.ModernDecoderBlock(D, H, G, D_FF))
         return made[-1]
 
     model = make(make_block=make_block)
@@ -155,25 +147,25 @@ def test_make_block_is_called_with_each_layer_and_what_it_returns_is_used():
     assert list(model.blocks) == made
 
 
-def test_rope_dim_is_the_width_of_the_tables():
+def test_rope_dim_is_the_width_of_the_tables_by_default_what_the_blocks_turn():
     def wide(layer):
-        return ModernDecoderBlock(
-            D, d_ff=D_FF, attn=MultiHeadAttention(D, H, G, head_dim=8, rope=True)
+        return tb.ModernDecoderBlock(
+            D, d_ff=D_FF, attn=tb.MultiHeadAttention(D, H, G, head_dim=8, rope=True)
         )
 
     logits = make(make_block=wide, rope_dim=8)(torch.arange(5)[None])
     partial = make(make_block=wide, rope_dim=4)(torch.arange(5)[None])
     default = make(make_block=wide)(torch.arange(5)[None])
-    assert torch.equal(partial, default)
+    assert torch.equal(logits, default)
     assert (logits - partial).abs().max() > 1e-3
 
 
 def test_state_dict_holds_learned_parameters_only():
-    model = make()
-    assert set(model.state_dict()) == {
-        name for name, _ in model.named_parameters(remove_duplicate=False)
-    }
-    assert list(model.buffers()) == []
+    for model in (make(), make(tie_embeddings=False)):
+        assert set(model.state_dict()) == {
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        assert list(model.buffers()) == []
     assert model.lm_head.bias is None
 
 
@@ -206,7 +198,7 @@ def test_model_trains_after_inference_mode(what, device):
 def test_narrow_integer_ids_are_ids(dtype):
     """A continuation or a vocabulary past the range of the dtype must not wrap around."""
     torch.manual_seed(0)
-    model = DecoderOnlyLM(700, D, 1, H, G, D_FF, max_len=MAX_LEN)
+    model = tb.DecoderOnlyLM(700, D, 1, H, G, D_FF, max_len=MAX_LEN)
     with torch.no_grad():
         model.embedding.weight[600] *= 100  # the likeliest token after itself
     wide = torch.tensor([[5, 100, 7]])
@@ -217,7 +209,7 @@ def test_narrow_integer_ids_are_ids(dtype):
     assert model.generate(wide.to(dtype), 0).dtype == torch.int64
     logits = torch.randn(1, 3, 700)
     loss = F.cross_entropy(logits[0, :2], wide[0, 1:])
-    torch.testing.assert_close(next_token_loss(logits, wide.to(dtype)), loss)
+    torch.testing.assert_close(tb.next_token_loss(logits, wide.to(dtype)), loss)
 
 
 # =============================================================================================
@@ -240,10 +232,30 @@ def recast(model):
 
 def converted(model):
     model.embedding.weight = nn.Parameter(model.embedding.weight.detach().clone())
-    return model.float()
+    return model.float().double()
 
 
-KEEPS_TIED = {
+def overwritten(model):
+    """With this flag .to() replaces parameters instead of their data."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model.float().double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+def refilled(model):
+    """Through the meta device, parameters given back one by one."""
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.to("meta")
+    for name, tensor in state.items():
+        module, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(module), kind, nn.Parameter(tensor))
+    return model
+
+
+MOVES = {
     "fresh": lambda model: model,
     "to dtype": recast,
     "half": lambda model: model.half().double(),
@@ -255,44 +267,46 @@ KEEPS_TIED = {
     "state dict": round_trip(False),
     "state dict assigned": round_trip(True),
     "embedding replaced, then cast": converted,
+    "parameters swapped on conversion": overwritten,
+    "filled one by one": refilled,
 }
 
 
-@pytest.mark.parametrize("how", KEEPS_TIED)
-def test_tied_is_one_parameter_and_stays_one(how):
-    model = KEEPS_TIED[how](make())
-    assert model.lm_head.weight is model.embedding.weight
+@pytest.mark.parametrize("how", MOVES)
+def test_tied_is_no_second_matrix_and_stays_so(how):
+    model = MOVES[how](make())
+    assert model.lm_head is None
     names = [name for name, _ in model.named_parameters()]
-    assert "embedding.weight" in names
-    assert "lm_head.weight" not in names
-    untied = make(tie_embeddings=False)
-    fewer = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in model.parameters())
-    assert fewer == V * D
+    assert names == list(model.state_dict())
+    assert [name for name in names if "block" not in name] == [
+        "embedding.weight",
+        "final_norm.weight",
+    ]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.1, 0.9)  # to_empty leaves anything
+    normed = []
+    model.final_norm.register_forward_hook(lambda module, args, out: normed.append(out))
+    logits = model(torch.arange(4)[None])
+    rows = [[row @ word for word in model.embedding.weight] for row in normed[0][0]]
+    torch.testing.assert_close(logits[0], torch.tensor(rows, dtype=logits.dtype))
 
 
-@pytest.mark.parametrize("how", [name for name in KEEPS_TIED if "replaced" not in name])
+@pytest.mark.parametrize("how", [name for name in MOVES if "replaced" not in name])
 def test_untied_stays_untied(how):
-    model = KEEPS_TIED[how](make(tie_embeddings=False))
+    model = MOVES[how](make(tie_embeddings=False))
     assert model.lm_head.weight is not model.embedding.weight
-
-
-def test_tying_survives_the_swap_of_parameters_on_conversion():
-    """With this flag .to() replaces parameters instead of their data."""
-    before = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        model = make().float()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(before)
-    assert model.lm_head.weight is model.embedding.weight
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters == sum(p.numel() for p in make().parameters()) + V * D
 
 
 def test_gradient_of_a_tied_weight_is_that_of_both_uses():
     tied, untied = make(), make(tie_embeddings=False)
-    untied.load_state_dict(tied.state_dict())
+    state = tied.state_dict()
+    untied.load_state_dict(state | {"lm_head.weight": state["embedding.weight"]})
     ids = torch.arange(10).view(2, 5)
     for model in (tied, untied):
-        next_token_loss(model(ids), ids).backward()
+        tb.next_token_loss(model(ids), ids).backward()
     both = untied.embedding.weight.grad + untied.lm_head.weight.grad
     torch.testing.assert_close(tied.embedding.weight.grad, both, rtol=0, atol=1e-12)
     assert untied.embedding.weight.grad[15].abs().max() == 0
@@ -302,13 +316,13 @@ def test_gradient_of_a_tied_weight_is_that_of_both_uses():
 @pytest.mark.parametrize("tie", [True, False])
 def test_embedding_starts_as_a_narrow_normal_and_the_loss_near_ln_v(tie):
     torch.manual_seed(0)
-    model = DecoderOnlyLM(997, 96, tie_embeddings=tie, max_len=64)
+    model = tb.DecoderOnlyLM(997, 96, tie_embeddings=tie, max_len=64)
     weight = model.embedding.weight
     assert abs(weight.mean()) < 2e-4
     assert abs(weight.std() - 0.02) < 2e-4
     assert weight.abs().max() > 3 * 0.02
     ids = torch.randint(0, 997, (4, 64))
-    assert abs(next_token_loss(model(ids), ids) - math.log(997)) < 0.25
+    assert abs(tb.next_token_loss(model(ids), ids) - math.log(997)) < 0.25
 
 
 # =============================================================================================
@@ -329,15 +343,15 @@ def test_loss_is_the_shifted_cross_entropy_of_real_pairs(dtype):
                 if mask is None or (mask[b, t] and mask[b, t + 1]):
                     row = logits[b, t].double()
                     losses.append(row.logsumexp(0) - row[ids[b, t + 1]])
-        got = next_token_loss(logits, ids, mask)
+        got = tb.next_token_loss(logits, ids, mask)
         torch.testing.assert_close(got.double(), sum(losses) / len(losses), rtol=0, atol=1e-5)
 
 
 def test_loss_without_a_pair_is_zero_with_a_finite_gradient():
     for B, T in ((2, 0), (2, 1), (0, 4)):
-        assert next_token_loss(torch.zeros(B, T, V), torch.zeros(B, T).long()) == 0
+        assert tb.next_token_loss(torch.zeros(B, T, V), torch.zeros(B, T).long()) == 0
     logits = torch.randn(2, 3, V, requires_grad=True)
-    loss = next_token_loss(logits, torch.zeros(2, 3).long(), torch.zeros(2, 3).bool())
+    loss = tb.next_token_loss(logits, torch.zeros(2, 3).long(), torch.zeros(2, 3).bool())
     loss.backward()
     assert loss == 0
     assert logits.grad.abs().max() == 0
@@ -348,7 +362,7 @@ def test_padding_with_infinite_logits_does_not_spoil_the_loss():
     logits[0, 0] = math.nan
     ids, keep = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 1, 1]]).bool()
     logits.requires_grad_()
-    loss = next_token_loss(logits, ids, keep)
+    loss = tb.next_token_loss(logits, ids, keep)
     assert loss.isfinite()
     torch.testing.assert_close(loss, F.cross_entropy(logits[0, 1:3], ids[0, 2:]))
 
@@ -398,7 +412,7 @@ def test_draws_follow_the_distribution_written_out(temperature, options, dtype):
     n = 20000
     logits = torch.tensor(LOGITS, dtype=dtype).expand(n, -1)
     generator = torch.Generator().manual_seed(0)
-    tokens = pick_next_token(logits, temperature, generator=generator, **options)
+    tokens = tb.pick_next_token(logits, temperature, generator=generator, **options)
     assert (tokens.shape, tokens.dtype) == ((n, 1), torch.int64)
     shares = tokens.flatten().bincount(minlength=len(LOGITS)) / n
     wanted = allowed_probabilities(LOGITS, max(temperature, 1e-30), **options)
@@ -412,22 +426,23 @@ def test_draws_follow_the_distribution_written_out(temperature, options, dtype):
 )
 def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
     logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(4000, 3)
-    drawn = set(pick_next_token(logits, 1.0, top_p=top_p).flatten().tolist())
+    drawn = set(tb.pick_next_token(logits, 1.0, top_p=top_p).flatten().tolist())
     assert drawn == {1, 2, 0} if kept == 3 else drawn == {1, 2} if kept == 2 else drawn == {1}
 
 
 def test_top_p_counts_what_top_k_left():
     """0.4 of 0.9 is under 0.5, of 1.0 too; 0.7 of 0.9 reaches 0.75, of 1.0 it does not."""
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(8000, 4)
-    drawn = pick_next_token(logits, 1.0, 3, 0.75).unique().tolist()
+    drawn = tb.pick_next_token(logits, 1.0, 3, 0.75).unique().tolist()
     assert drawn == [0, 1]
-    assert pick_next_token(logits, 1.0, None, 0.75).unique().tolist() == [0, 1, 2]
+    assert tb.pick_next_token(logits, 1.0, None, 0.75).unique().tolist() == [0, 1, 2]
 
 
 def test_draw_is_repeated_by_its_generator_and_rows_are_independent():
     logits = torch.zeros(200, 50)
     first, again, other = (
-        pick_next_token(logits, 1.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+        tb.pick_next_token(logits, 1.0, generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -437,7 +452,7 @@ def test_draw_is_repeated_by_its_generator_and_rows_are_independent():
 def test_masked_tokens_are_never_drawn():
     logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf]).expand(500, 4)
     for options in ({}, {"top_p": 0.9}, {"top_k": 3}):
-        assert set(pick_next_token(logits, 1.0, **options).flatten().tolist()) <= {0, 2}
+        assert set(tb.pick_next_token(logits, 1.0, **options).flatten().tolist()) <= {0, 2}
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
@@ -445,7 +460,7 @@ def test_temperature_zero_is_argmax_and_touches_no_generator(generator):
     states = [torch.get_rng_state(), *([] if generator is None else [generator.get_state()])]
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0))
     best = [max(range(V), key=lambda i, row=row: row[i]) for row in logits.tolist()]
-    got = pick_next_token(logits, 0.0, top_k=3, top_p=0.5, generator=generator)
+    got = tb.pick_next_token(logits, 0.0, top_k=3, top_p=0.5, generator=generator)
     assert got.flatten().tolist() == best
     model = make()
     states[0] = torch.get_rng_state()
@@ -465,7 +480,7 @@ def test_own_generator_leaves_the_global_one_alone():
 def test_pick_next_token_leaves_its_logits_alone():
     logits = torch.randn(2, V)
     before = logits.clone()
-    pick_next_token(logits, 0.7, 3, 0.5)
+    tb.pick_next_token(logits, 0.7, 3, 0.5)
     assert torch.equal(logits, before)
 
 
@@ -632,7 +647,7 @@ def mixed_modes(model):
 def test_training_flags_are_as_before_and_off_meanwhile():
     model, seen = make(), []
     before = mixed_modes(model)
-    hook = model.lm_head.register_forward_hook(
+    hook = model.final_norm.register_forward_hook(
         lambda *_: seen.append((torch.is_grad_enabled(), *(m.training for m in model.modules())))
     )
     model.generate(torch.tensor([[1]]), 2)
@@ -726,19 +741,19 @@ def test_extreme_temperature_gives_tokens(temperature):
 
 
 def test_huge_finite_temperature_is_a_temperature():
-    tokens = pick_next_token(torch.tensor(LOGITS).expand(3000, 6), 1e30)
+    tokens = tb.pick_next_token(torch.tensor(LOGITS).expand(3000, 6), 1e30)
     assert tokens.unique().numel() == 6
 
 
 def test_huge_top_k_keeps_all():
-    tokens = pick_next_token(torch.zeros(3000, 6), 1.0, top_k=2**62)
+    tokens = tb.pick_next_token(torch.zeros(3000, 6), 1.0, top_k=2**62)
     assert tokens.unique().numel() == 6
 
 
 def test_forward_past_max_len_and_uneven_caches_are_refused():
     model = make()
     caches = model.new_caches()
-    assert [type(cache) for cache in caches] == [KVCache] * LAYERS
+    assert [type(cache) for cache in caches] == [tb.KVCache] * LAYERS
     model(torch.zeros(1, MAX_LEN, dtype=torch.long), kv_caches=caches)
     with pytest.raises(ValueError, match=f"max_len={MAX_LEN}"):
         model(torch.zeros(1, 1, dtype=torch.long), kv_caches=caches)
@@ -751,14 +766,14 @@ def test_forward_past_max_len_and_uneven_caches_are_refused():
 def test_caches_of_mixed_presence_are_refused_and_none_means_no_cache():
     model = make()
     assert torch.equal(model(IDS, kv_caches=None), model(IDS))
-    cache = KVCache()
-    model(IDS, kv_caches=[cache, KVCache()])
+    cache = tb.KVCache()
+    model(IDS, kv_caches=[cache, tb.KVCache()])
     with pytest.raises(ValueError, match="kv_caches"):
         model(IDS, kv_caches=[cache, None])
 
 
 def test_one_cache_for_two_layers_is_refused_by_name():
-    model, cache = make(), KVCache()
+    model, cache = make(), tb.KVCache()
     with pytest.raises(ValueError, match="kv_caches"):
         model(IDS, kv_caches=[cache, cache])
     assert cache.next_pos == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformer_block as tb
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,31 +22,24 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformer_block import (
-    KVCache,
-    ModernDecoderBlock,
-    MultiHeadAttention,
-    attend,
-    attend_fused,
-    build_rope_cache,
-)
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tensor_parallel.py"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "code" / "examples" / "tensor_parallel.py"
 RANKS = 2
 D, H, G, D_H, D_FF = 48, 8, 4, 6, 40
 B, PIECES = 2, [5, 1, 3, 1]  # a prompt, then a token, a chunk, a token
 COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.gate", "ffn.up")
 ROWS = ("attn.o_proj", "ffn.down")
-PATHS = {"explicit": attend, "fused": attend_fused}
+PATHS = {"explicit": tb.attend, "fused": tb.attend_fused}
 # fully_shard records events on streams, which those of a CPU know in newer versions of torch only.
 CPU_EVENTS = hasattr(torch.cpu.Stream, "record_event")
 
 
-def new_block(path=attend, n_kv_heads: int = G) -> ModernDecoderBlock:
+def new_block(path=tb.attend, n_kv_heads: int = G) -> tb.ModernDecoderBlock:
     """The same weights on every rank, norms included, which start as ones."""
     torch.manual_seed(0)
-    attn = MultiHeadAttention(D, H, n_kv_heads, rope=True, qk_norm=True, attend=path)
-    block = ModernDecoderBlock(D, H, n_kv_heads, D_FF, attn=attn).double()
+    attn = tb.MultiHeadAttention(D, H, n_kv_heads, rope=True, qk_norm=True, attend=path)
+    block = tb.ModernDecoderBlock(D, H, n_kv_heads, D_FF, attn=attn).double()
     for parameter in block.parameters():
         if parameter.dim() == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -61,7 +55,7 @@ def split_block(block: nn.Module, mesh) -> nn.Module:
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
     x = torch.randn(B, sum(PIECES), D, dtype=torch.float64)
-    return x, *build_rope_cache(sum(PIECES), D_H)
+    return x, *tb.build_rope_cache(sum(PIECES), D_H)
 
 
 def gathered(parameter: Tensor) -> Tensor:
@@ -73,7 +67,7 @@ def tensor_parallel(mesh, path) -> dict:
     block = split_block(new_block(path), mesh)
     out = block(x, cos, sin)
     out.square().mean().backward()
-    cache = KVCache()
+    cache = tb.KVCache()
     with torch.no_grad():
         pieces = x.split(PIECES, dim=1)
         decoded = torch.cat([block(piece, cos, sin, kv_cache=cache) for piece in pieces], dim=1)
@@ -84,7 +78,7 @@ def tensor_parallel(mesh, path) -> dict:
 
 def too_many_ranks(mesh) -> str:
     x, cos, sin = inputs()
-    cache = KVCache()
+    cache = tb.KVCache()
     try:
         split_block(new_block(n_kv_heads=1), mesh)(x, cos, sin, kv_cache=cache)
     except ValueError as error:
@@ -144,7 +138,7 @@ def test_split_over_ranks_the_block_gives_the_same(ranks, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_each_rank_caches_its_half_of_the_kv_heads(ranks, path):
     x, cos, sin = inputs()
-    whole = KVCache()
+    whole = tb.KVCache()
     new_block()(x, cos, sin, kv_cache=whole)
     for name, expected in (("k", whole.k), ("v", whole.v)):
         halves = [seen[path][name] for seen in ranks]
@@ -185,12 +179,11 @@ def test_fully_sharded_one_step_gives_the_same_parameters(ranks):
             )
 
 
-def run_example(*command: str) -> subprocess.CompletedProcess:
+def run_example(*command: str, **options) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     environment.pop("RANK", None)
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment, check=False
-    )
+    options = {"capture_output": True, "text": True, "env": environment, **options}
+    return subprocess.run([sys.executable, *command], check=False, **options)
 
 
 def test_the_example_shows_both_under_torchrun():
@@ -205,8 +198,10 @@ def test_the_example_shows_both_under_torchrun():
 
 
 @pytest.mark.parametrize(("options", "status"), [(["--help"], 0), ([], 2)])
-def test_the_example_says_how_it_is_started(options, status):
-    run = run_example(str(EXAMPLE), *options)
+def test_the_example_says_its_torchrun_line(options, status):
+    run = run_example(str(EXAMPLE.relative_to(ROOT)), *options, cwd=ROOT)
     assert run.returncode == status
-    assert "torchrun" in run.stdout + run.stderr
+    line = "torchrun --standalone --nproc-per-node 2 code/examples/tensor_parallel.py"
+    assert line in (run.stderr if status else run.stdout)
     assert "Traceback" not in run.stderr
+    assert run.stderr.count("\n") == (1 if status else 0)

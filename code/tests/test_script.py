@@ -1,11 +1,18 @@
 """The script as a program: the documented output, the demos in any order, the command line."""
 
 import ast
+import contextlib
+import gc
 import inspect
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+import textwrap
+import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,10 +23,19 @@ SCRIPT = Path(tb.__file__)
 DOCUMENTED = (Path(__file__).parent / "documented_output.txt").read_text(encoding="utf-8")
 MEASURED = re.compile(r"(?<==)\s?\d\.\d\de[+-]\d\d")
 DEMOS = tb.main_demos()
-PUBLIC = [
-    node.name
-    for node in ast.parse(SCRIPT.read_text(encoding="utf-8")).body
+SOURCE = SCRIPT.read_text(encoding="utf-8")
+DEFINITIONS = {
+    node.name: node
+    for node in ast.parse(SOURCE).body
     if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+}
+PUBLIC = list(DEFINITIONS)
+METHODS = [
+    f"{name}.{part.name}"
+    for name, node in DEFINITIONS.items()
+    if isinstance(node, ast.ClassDef)
+    for part in node.body
+    if isinstance(part, ast.FunctionDef)
 ]
 BLOCKS = [name for name in PUBLIC if "Layer" in name or "Block" in name]
 
@@ -29,6 +45,21 @@ def run(*arguments: str, python: tuple[str, ...] = (), **options) -> subprocess.
     options = {"capture_output": True, "encoding": "utf-8", "timeout": 120, **options}
     options["env"] = {**os.environ, "PYTHONIOENCODING": "utf-8", **options.get("env", {})}
     return subprocess.run(command, check=False, **options)
+
+
+def said(capsys, *arguments: str, program: types.ModuleType = tb) -> tuple[int, str, str]:
+    """Status, output and errors of main() in this process, which has torch already."""
+    status = program.main(list(arguments))
+    return status, *capsys.readouterr()
+
+
+def refused(capsys, *arguments: str, program: types.ModuleType = tb) -> str:
+    """The one line that a wrong call gets."""
+    status, out, err = said(capsys, *arguments, program=program)
+    assert (status, out) == (2, "")
+    assert err.startswith("transformer_block.py: error: ") and err.count("\n") == 1
+    assert err.endswith("\n")
+    return err
 
 
 def without_figures(text: str) -> str:
@@ -72,37 +103,73 @@ def test_demos_run_under_no_grad_and_leave_grad_mode():
         assert not torch.is_grad_enabled()
 
 
-def test_selected_demos_run_in_the_order_given():
-    done = run("D08", "D04")
+def test_selected_demos_run_in_the_order_given_whatever_their_case():
+    done = run("d08", "D04")
     assert done.returncode == 0
     assert re.findall(r"^\[(D\d\d)\]", done.stdout, re.M) == ["D08", "D04"]
     assert done.stdout.count("\n") == 2
 
 
-def test_list_names_each_demo_and_its_claim():
-    lines = run("--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(DEMOS)
-    assert all(len(line.split()) > 4 for line in lines)
+@pytest.mark.parametrize("python", [(), ("-OO",)], ids=["plain", "-OO"])
+def test_list_names_each_demo_and_its_claim(python):
+    done = run("--list", python=python)
+    assert (done.returncode, done.stderr) == (0, "")
+    claims = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert claims == {name: demo.__doc__ for name, demo in DEMOS.items()}
+    assert all(len(claim.split()) > 4 for claim in claims.values())
+
+
+@pytest.mark.parametrize("arguments", [["D99"], ["--show", "Nothing"], ["--device", "nonsense"]])
+def test_a_wrong_call_ends_with_status_2_and_one_line(arguments):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert arguments[-1] in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["D99"], ["D99", "D01", "D15"]),
-        (["D04", "d4"], ["d4", "D01"]),
-        (["--show", "Nothing"], ["Nothing", "ModernDecoderBlock", "apply_rope"]),
+        (["D99"], ["D99", "nearest: D09", "D01", "D15"]),
+        (["D04", "d4"], ["d4", "nearest: ", "D04", "D01"]),
+        (["zz"], ["zz", "D01", "D15"]),
+        (["torch"], ["unknown demo torch"]),
+        (["ModernDecoderBlock"], ["no demo", "--show ModernDecoderBlock"]),
+        (["modernDecoderblock"], ["no demo", "--show"]),
+        (["D04", "KVCache.append"], ["no demo", "--show KVCache.append"]),
+        (["--show", "D04"], ["D04 is a demo", "--show demo_D04"]),
+        (["--show", "RMSNorm", "d04"], ["D04 is a demo"]),
+        (["--show", "Nothing"], ["unknown name Nothing", "ModernDecoderBlock", "apply_rope"]),
+        (["--show", "ModernDecoderBlok"], ["nearest: ModernDecoderBlock"]),
+        (["--show", "atend"], ["nearest: attend, "]),
+        (["--show", "rope"], ["nearest: ", "build_rope_cache", "apply_rope"]),
+        (["--show", "KVCache.apend"], ["nearest: KVCache.append"]),
+        (["--show", "append"], ["nearest: KVCache.append"]),
+        (["--list", "--show", "RMSNorm"], ["--list and --show exclude each other"]),
+        (["--list", "--device", "cpu"], ["--list and --device exclude each other"]),
+        (["--show", "RMSNorm", "--device", "cpu"], ["--show and --device exclude each other"]),
+        (["D04", "--show", "RMSNorm"], ["--show and demo ids exclude each other"]),
+        (["D04", "--list"], ["--list and demo ids exclude each other"]),
         (["--device", "meta"], ["meta"]),
         (["--device", "nonsense"], ["nonsense"]),
         (["--unknown"], ["--unknown"]),
         (["--show"], ["--show"]),
     ],
 )
-def test_wrong_arguments_are_a_one_line_error(arguments, words):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert all(word in done.stderr for word in words)
+def test_wrong_arguments_are_a_one_line_error(arguments, words, capsys):
+    line = refused(capsys, *arguments)
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("name", ["Nothing", "zzzz", "demo_D16", "check_clse"])
+def test_no_helper_is_offered(name, capsys):
+    offered = re.findall(r"\w+", refused(capsys, "--show", name).partition(";")[2])
+    helpers = ("demo_", "check_", "reference_", "require_", "main")
+    assert offered and not [word for word in offered if word.startswith(helpers)]
+
+
+def test_no_two_names_differ_in_case_alone():
+    names = [*PUBLIC, *METHODS, *DEMOS]
+    assert len({name.lower() for name in names}) == len(names)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuda is there")
@@ -117,7 +184,21 @@ def test_ascii_terminal():
     assert "passed ?" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["--list"], ["--show", "DecoderOnlyLM"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--list"], ["--show", "demo_D04"], ["Ω"]])
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1"])
+def test_no_encoding_stops_it(arguments, encoding, capsys):
+    """Read back by main() itself, as the streams are what PYTHONIOENCODING makes of them."""
+    status, out, err = said(capsys, *arguments)
+    name, _, errors = encoding.partition(":")
+    streams = [io.TextIOWrapper(io.BytesIO(), name, errors or "strict") for _ in range(2)]
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        assert tb.main(arguments) == status
+    for stream, text in zip(streams, (out, err)):
+        assert stream.errors == (errors or "strict")
+        assert stream.buffer.getvalue() == text.encode(name, "replace")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["--list"], ["--show", "DecoderOnlyLM"]])
 def test_closed_pipe_is_no_traceback(arguments):
     command = [sys.executable, str(SCRIPT), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -126,7 +207,7 @@ def test_closed_pipe_is_no_traceback(arguments):
 
 
 def test_broken_demos_fail_and_the_rest_still_run(tmp_path):
-    source = SCRIPT.read_text(encoding="utf-8")
+    source = SOURCE
     body = 'def demo_D05(device: str = "cpu") -> tuple[bool, str]:\n'
     assert body in source
     source = source.replace(body, body + "    raise KeyError('planted\\nfault')\n")
@@ -161,12 +242,90 @@ def test_importing_does_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def shown(name: str) -> str:
-    class Refuse:
-        def error(self, message: str):
-            raise AssertionError(message)
+def test_without_torch_one_line_says_how_to_have_it():
+    command = [sys.executable, "-I", "-S", str(SCRIPT)]
+    for arguments in ([], ["--show", "RMSNorm"]):
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, encoding="utf-8", check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert "pip install torch" in done.stderr
 
-    return tb.main_source(Refuse(), [name])
+
+@pytest.mark.parametrize("arguments", [["D03"], ["--list"], ["--help"], ["D99"], ["--nothing"]])
+def test_main_in_a_session_leaves_collector_and_streams(arguments, capsys):
+    def state():
+        streams = [stream.errors for stream in (sys.stdout, sys.stderr)]
+        return gc.get_freeze_count(), gc.isenabled(), gc.get_threshold(), streams
+
+    before = state()
+    tb.main(arguments)
+    assert state() == before
+    frozen = [object() for _ in range(10)]
+    gc.freeze()
+    try:
+        assert gc.get_freeze_count() > len(frozen)
+        tb.main(arguments)
+        assert gc.get_freeze_count() > len(frozen), "what was frozen before has been thawed"
+    finally:
+        gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def zipped(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("zip") / "blocks.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("__main__.py", SOURCE)
+    return path
+
+
+def test_from_a_zip_the_same_text(zipped, capsys):
+    wanted = shown("attend")
+    command = [sys.executable, str(zipped), "--show", "attend"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, "")
+    for path in (zipped, SCRIPT):
+        run_by_path = types.SimpleNamespace(**runpy.run_path(str(path), run_name="read"))
+        assert said(capsys, "--show", "attend", program=run_by_path) == (0, wanted, "")
+
+
+@pytest.mark.parametrize(("python", "option"), [([], "--show"), (["-OO"], "--list")])
+def test_from_a_pipe_one_line_and_the_demos_run(python, option):
+    command = [sys.executable, *python, "-", *([option, "RMSNorm"][: 2 - len(python)])]
+    pipe = {"input": SOURCE, "capture_output": True, "encoding": "utf-8"}
+    done = subprocess.run(command, check=False, **pipe)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "file" in done.stderr
+    done = subprocess.run([sys.executable, *python, "-", "D03"], check=False, **pipe)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("  PASS\n")
+
+
+class Refuse:
+    """A parser for what must not be refused."""
+
+    @staticmethod
+    def error(message: str):
+        raise AssertionError(message)
+
+
+def shown(*names: str) -> str:
+    return tb.main_source(Refuse, list(names))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_show_prints_a_method_alone(name):
+    """Without indentation, with its decorators: what Python takes for its source."""
+    owner, _, method = name.partition(".")
+    method = vars(getattr(tb, owner))[method]
+    method = getattr(method, "fget", None) or getattr(method, "__func__", method)
+    written = inspect.getsource(inspect.unwrap(method))
+    assert shown(name.swapcase()) == textwrap.dedent(written)
+
+
+def test_methods_stand_behind_what_runs():
+    text = shown("KVCache.append", "RMSNorm", "kvcache.reset", "KVCache.append")
+    methods = [shown("KVCache.append"), shown("KVCache.reset")]
+    assert text == "\n\n".join([shown("RMSNorm"), *methods])
 
 
 def definitions(text: str) -> list[str]:
@@ -195,8 +354,19 @@ def test_show_is_exact_and_runs_by_itself(name):
     assert not (loaded & set(PUBLIC)) - set(chosen), "a definition is missing"
 
 
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_pasted_demo_says_what_it_says_here(name):
+    """With every helper and constant that it reaches."""
+    namespace = {"__name__": "pasted"}
+    exec(shown(f"demo_{name}"), namespace)
+    ok, text = namespace[f"demo_{name}"]()
+    assert ok, text
+    assert without_figures(text) == without_figures(DEMOS[name]()[1])
+
+
 def test_show_prints_what_it_says():
-    assert run("--show", "RMSNorm", "attend").stdout == tb.main_source(None, ["RMSNorm", "attend"])
+    done = run("--show", "rmsnorm", "--show", "Attend", "RMSNorm")
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown("RMSNorm", "attend"), "")
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -220,20 +390,15 @@ def test_blocks_need_few_other_definitions(name):
 
 
 def test_no_assert_guards_anything():
-    tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
+    tree = ast.parse(SOURCE)
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
 
 
 def test_nothing_is_used_before_it_is_defined():
     for name in PUBLIC:
         later = PUBLIC[PUBLIC.index(name) + 1 :]
-        node = next(
-            node
-            for node in ast.parse(SCRIPT.read_text(encoding="utf-8")).body
-            if getattr(node, "name", None) == name
-        )
-        used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-        allowed = {other for other in later if other.startswith("check_")}
+        used = {part.id for part in ast.walk(DEFINITIONS[name]) if isinstance(part, ast.Name)}
+        allowed = {other for other in later if other.startswith(("check_", "require_"))}
         assert not used & set(later) - allowed, name
 
 
@@ -248,7 +413,7 @@ SHAPE = re.compile(r"# \(([A-Za-z0-9_*/+\- ]+(?:, [A-Za-z0-9_*/+\- ]+)*)\)$")
 
 def compare_shape_comments() -> set[int]:
     """Run the demos with a tracer that compares shape comments; returns the lines it compared."""
-    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
+    lines = SOURCE.splitlines()
     notes = {}
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.Assign) and (found := SHAPE.search(lines[node.end_lineno - 1])):

@@ -1,9 +1,11 @@
 """Faults to plant in the script: what each changes, what one would see, which demos turn FAIL.
 
-python3 code/tests/faults.py              the table of the notes, measured
-python3 code/tests/faults.py NAME ...     the change a fault makes, and what the demos say
+python3 code/tests/planted_faults.py              the table of the notes, measured
+python3 code/tests/planted_faults.py NAME ...     the change a fault makes, and what the demos say
+python3 code/tests/planted_faults.py --list       the names, and what one would see
 """
 
+import argparse
 import ast
 import difflib
 import functools
@@ -11,6 +13,7 @@ import itertools
 import re
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +22,7 @@ import torch
 SCRIPT = Path(__file__).resolve().parents[1] / "transformer_block.py"
 NOTES = SCRIPT.parents[1] / "transformer_block_tutorial.md"
 TABLE = re.compile(r"(?<=<!-- faults -->\n\n).*?(?=\n\n<!-- /faults -->)", re.S)
+CLASSICS_TABLE = re.compile(r"(?<=<!-- classics -->\n\n).*?(?=\n\n<!-- /classics -->)", re.S)
 
 
 class Fault(NamedTuple):
@@ -35,15 +39,15 @@ WIRING = [
     Fault(
         "residual-from-norm",
         "ModernDecoderBlock.forward",
-        "x = x + self.attn(self.norm1(x), cos",
-        "x = self.norm1(x)\n            x = x + self.attn(x, cos",
+        "x = x + self.attn(self.norm1(x), **seen, **at)[0]",
+        "x = self.norm1(x)\n        x = x + self.attn(x, **seen, **at)[0]",
         "the skip path carries the normed x; zeroed sublayers no longer give x",
     ),
     Fault(
         "norm-after-the-add",
         "GPT2StyleDecoderLayer.forward",
-        "x + self.attn(self.norm1(x), **seen)[0]",
-        "self.norm1(x + self.attn(x, **seen)[0])",
+        "x + self.attn(self.norm1(x), kv_cache=kv_cache, **seen)[0]",
+        "self.norm1(x + self.attn(x, kv_cache=kv_cache, **seen)[0])",
         "zeroed sublayers give a normed x; the stream is normed in every layer",
     ),
     Fault(
@@ -70,24 +74,25 @@ WIRING = [
     Fault(
         "post-norm-on-the-stream",
         "BranchNormDecoderBlock.forward",
-        "x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen)[0])",
-        "self.attn_post_norm(x + self.attn(self.attn_pre_norm(x), **seen)[0])",
+        "x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen, **at)[0])",
+        "self.attn_post_norm(x + self.attn(self.attn_pre_norm(x), **seen, **at)[0])",
         "zeroed sublayers give a normed x instead of x",
     ),
     Fault(
         "serial-made-parallel",
         "ModernDecoderBlock.forward",
-        "x = x + self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]\n"
-        "            return x + self.ffn(self.norm2(x))",
-        "y = self.attn(self.norm1(x), cos=cos, sin=sin, start_pos=start_pos, **seen)[0]\n"
-        "            return x + y + self.ffn(self.norm2(x))",
+        "x = x + self.attn(self.norm1(x), **seen, **at)[0]\n"
+        "        return x + self.ffn(self.norm2(x))",
+        "y = self.attn(self.norm1(x), **seen, **at)[0]\n"
+        "        return x + y + self.ffn(self.norm2(x))",
         "the FFN does not see what attention wrote",
     ),
     Fault(
         "parallel-made-serial",
         "ParallelDecoderBlock.forward",
-        "return x + attended + self.ffn(h if self.ffn_norm is None else self.ffn_norm(x))",
-        "x = x + attended\n            return x + self.ffn((self.ffn_norm or self.norm)(x))",
+        "return x + self.attn(h, **seen, **at)[0] + self.ffn(h_ffn)",
+        "x = x + self.attn(h, **seen, **at)[0]\n"
+        "        return x + self.ffn((self.ffn_norm or self.norm)(x))",
         "the branches no longer add up; GPT-J weights give garbage",
     ),
     Fault(
@@ -124,29 +129,29 @@ MASKS = [
     Fault(
         "seq2seq-not-causal",
         "VanillaSeq2SeqDecoderLayer2017.forward",
-        "        mask = causal_by_default(mask, x)\n",
-        "",
+        '"causal": mask is None',
+        '"causal": False',
         "training loss far too good, then nonsense when decoding",
     ),
     Fault(
         "causal-mask-inverted",
-        "causal_by_default",
-        "positions <= positions[start:, None]",
-        "positions >= positions[start:, None]",
+        "without_later_keys",
+        "k_positions <= q_positions[:, None]",
+        "k_positions >= q_positions[:, None]",
         "every position sees itself and the future",
     ),
     Fault(
         "causal-mask-top-left",
-        "causal_by_default",
-        "positions[start:, None]",
-        "positions[: x.shape[1], None]",
+        "without_later_keys",
+        "torch.arange(start, S, device=device) for start in (S - T, 0)",
+        "torch.arange(n, device=device) for n in (T, S)",
         "with a cache the new tokens see the start of the history only",
     ),
     Fault(
         "causal-skipped-with-cache",
         "GPT2StyleDecoderLayer.forward",
-        "causal_by_default(mask, x, kv_cache)",
-        "causal_by_default(mask, x) if kv_cache is None else mask",
+        '"causal": mask is None',
+        '"causal": mask is None and kv_cache is None',
         "one-token steps are right, a prefill leaks the future",
     ),
     Fault(
@@ -194,8 +199,8 @@ MASKS = [
     Fault(
         "window-ignored",
         "DecoderOnlyLM.forward",
-        "positions[start:], positions, w)",
-        "positions[start:], positions)",
+        "build_causal_mask(positions[start:], positions, window)",
+        "build_causal_mask(positions[start:], positions)",
         "local layers see everything; short prompts hide it",
     ),
 ]
@@ -273,7 +278,7 @@ ATTENTION = [
     Fault(
         "soft-cap-not-passed-on",
         "MultiHeadAttention.forward",
-        ", logit_softcap=self.logit_softcap",
+        ', "logit_softcap": self.logit_softcap',
         "",
         "the output is the same for any cap",
     ),
@@ -322,18 +327,18 @@ ATTENTION = [
     Fault(
         "qk-norm-after-rotation",
         "MultiHeadAttention.forward",
-        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "            q = self.split_heads(self.q_proj(x), self.head_dim)\n"
+        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
+        "q = self.split_heads(self.q_proj(x), self.head_dim)\n"
         "            k = self.split_heads(self.k_proj(source), self.head_dim)\n"
-        "            q = self.q_norm(apply_rope(q, cos, sin, start))\n"
-        "            k = self.k_norm(apply_rope(k, cos, sin, start))",
+        "            q = self.q_norm(apply_rope(q, cos, sin))\n"
+        "            k = self.k_norm(apply_rope(k, cos, sin))",
         "nothing with fresh weights; trained ones do not commute with it",
     ),
     Fault(
         "fused-scale-dropped",
         "attend_fused",
-        "keep, scale=scale,",
-        "keep,",
+        "is_causal=is_causal, scale=scale,",
+        "is_causal=is_causal,",
         "the two paths disagree for any scale but the default",
     ),
     Fault(
@@ -394,46 +399,52 @@ POSITIONS = [
     Fault(
         "values-rotated",
         "MultiHeadAttention.forward",
-        "q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "q, k, v = (apply_rope(t, cos, sin, start) for t in (q, k, v))",
+        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
+        "q, k, v = (apply_rope(t, cos, sin) for t in (q, k, v))",
         "what is read depends on absolute position",
     ),
     Fault(
         "query-not-rotated",
         "MultiHeadAttention.forward",
-        "q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "k = apply_rope(k, cos, sin, start)",
+        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
+        "k = apply_rope(k, cos, sin)",
         "scores depend on the key's position, not on the distance",
     ),
     Fault(
         "keys-rotated-twice",
         "MultiHeadAttention.forward",
-        "k, v = kv_cache.append(k, v)",
-        "k, v = kv_cache.append(k, v)\n"
-        "                k = apply_rope(k, cos, sin, 0) if self.rope else k",
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n",
+        "            tables = cos, sin\n"
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n"
+        "            if self.rope:\n"
+        "                k = apply_rope(k, *self.table_rows(*tables, 0, k.shape[2]))\n",
         "cached decoding differs from the full pass",
     ),
     Fault(
         "position-restarts",
         "MultiHeadAttention.forward",
-        "apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)",
-        "apply_rope(q, cos, sin, 0), apply_rope(k, cos, sin, 0)",
+        "self.table_rows(cos, sin, start, T)",
+        "self.table_rows(cos, sin, 0, T)",
         "a full pass is right, every later chunk starts at position 0",
     ),
     Fault(
         "position-after-the-append",
         "MultiHeadAttention.forward",
-        "            q, k = apply_rope(q, cos, sin, start), apply_rope(k, cos, sin, start)\n"
-        "        with kv_cache or contextlib.nullcontext():  # takes back what it got when the rest"
-        " fails\n"
-        "            if kv_cache is not None:\n"
-        "                k, v = kv_cache.append(k, v)\n",
-        "            k = apply_rope(k, cos, sin, start)\n"
-        "        with kv_cache or contextlib.nullcontext():\n"
-        "            if kv_cache is not None:\n"
-        "                k, v = kv_cache.append(k, v)\n"
-        "                start = kv_cache.next_pos\n"
-        "            q = apply_rope(q, cos, sin, start) if self.rope else q\n",
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n",
+        "            k = apply_rope(k, *self.table_rows(cos, sin, start, T))\n"
+        "        if kv_cache is not None:\n"
+        "            k, v = kv_cache.append(k, v)\n"
+        "            start = kv_cache.next_pos\n"
+        "        q = apply_rope(q, *self.table_rows(cos, sin, start, T)) if self.rope else q\n",
         "with a cache queries turn T positions too far",
     ),
     Fault(
@@ -451,7 +462,7 @@ CACHE = [
         "MultiHeadAttention.forward",
         "k, v = kv_cache.append(k, v)",
         "k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))\n"
-        "                k, v = kv_cache.append(k, v)",
+        "            k, v = kv_cache.append(k, v)",
         "outputs are right, the cache holds H heads instead of G",
     ),
     Fault(
@@ -479,9 +490,9 @@ CACHE = [
     ),
     Fault(
         "cache-keeps-refused-call",
-        "KVCache.__exit__",
-        "if error is not None:",
-        "if error is not None and self.max_len:",
+        "DecoderOnlyLM.forward",
+        "            for cache in kv_caches:\n                cache.truncate(start)\n",
+        "",
         "after a caught error the cache is longer than the text",
     ),
     Fault(
@@ -504,8 +515,8 @@ LATENT_ATTENTION = [
     Fault(
         "mla-latent-rotated",
         "MultiHeadLatentAttention.forward",
-        "k_rope = apply_rope(k_rope, cos, sin, start)",
-        "latent, k_rope = (apply_rope(t, cos, sin, start) for t in (latent, k_rope))",
+        "k_rope = apply_rope(k_rope, cos, sin)",
+        "latent, k_rope = (apply_rope(t, cos, sin) for t in (latent, k_rope))",
         "a position inside the latent: kv_up cannot be absorbed any more",
     ),
     Fault(
@@ -608,8 +619,9 @@ EXPERTS = [
     Fault(
         "moe-weight-on-the-input",
         "MoEFFN.forward",
-        "(weight[rows, None] * ffn(tokens[rows])).to(out.dtype)",
-        "ffn((weight[rows, None] * tokens[rows]).to(out.dtype))",
+        "pieces = tokens.index_select(0, order).split(sizes)",
+        "pieces = (weight[:, None] * tokens).to(x.dtype).index_select(0, order).split(sizes)\n"
+        "        weight = torch.ones_like(weight)",
         "the probability goes through the expert's activation",
     ),
     Fault(
@@ -620,53 +632,246 @@ EXPERTS = [
         "right counts, tokens at experts that they did not choose",
     ),
     Fault(
-        "moe-balance-constant",
+        "moe-idle-experts-skipped",
         "MoEFFN.forward",
-        "probs.sum(dim=0) / n_tokens",
-        "probs.sum() / n_tokens / len(self.experts)",
+        "zip(self.experts, pieces)]",
+        "zip(self.experts, pieces) if len(piece)]",
+        "no gradient where no token went: ranks whose tokens route apart disagree",
+    ),
+    Fault(
+        "balance-constant",
+        "balance_loss",
+        "mean = (scores / (scores.sum(dim=1, keepdim=True) + 1e-20)).sum(dim=0)",
+        "mean = scores.sum() / scores.sum(dim=1).add(1e-20).sum() * len(scores) / len(counts)",
         "averaged over experts too: always 1, no gradient into the router",
+    ),
+    Fault(
+        "balance-counts-top-k-as-tokens",
+        "balance_loss",
+        "counts.sum().clamp(min=1)",
+        "max(len(scores), 1)",
+        "k times too large for k choices a token; right for top-1",
+    ),
+    Fault(
+        "router-weights-sum-below-one",
+        "SoftmaxRouter.forward",
+        "weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)",
+        "pass",
+        "Mixtral's and Qwen3's FFNs come out too small, most where the router hesitates",
+    ),
+    Fault(
+        "router-renormalised-over-all",
+        "SoftmaxRouter.forward",
+        "weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)",
+        "weights = weights / (scores.sum(dim=1, keepdim=True) + 1e-20)",
+        "nothing for a softmax, which sums to 1 already; sigmoid weights shrink",
+    ),
+    Fault(
+        "router-scale-lost",
+        "SoftmaxRouter.forward",
+        "(self.scale * weights).to(",
+        "weights.to(",
+        "DeepSeek's routed experts 16 or 2.5 times too small beside the shared one",
+    ),
+    Fault(
+        "router-in-half",
+        "SoftmaxRouter.forward",
+        "logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits",
+        "logits",
+        "scores rounded to 8 bits: near ties go to other experts",
+    ),
+    Fault(
+        "groups-ignored",
+        "SoftmaxRouter.best_experts",
+        "masked_fill(shut[:, :, None], -math.inf)",
+        "masked_fill(shut[:, :, None] & False, -math.inf)",
+        "a token's experts lie in more groups than it may reach",
+    ),
+    Fault(
+        "groups-shut-with-zero",
+        "SoftmaxRouter.best_experts",
+        "masked_fill(shut[:, :, None], -math.inf)",
+        "masked_fill(shut[:, :, None], 0.0)",
+        "a shut expert at 0 beats an open one whose selection bias is negative",
+    ),
+    Fault(
+        "groups-by-their-mean",
+        "SoftmaxRouter.best_experts",
+        "groups.topk(min(group_best, groups.shape[2])).values.sum(dim=2)",
+        "groups.mean(dim=2)",
+        "a group with one outstanding expert loses to an even one",
+    ),
+    Fault(
+        "group-scored-by-its-best",
+        "SigmoidRouter.choose",
+        "group_best=2",
+        "group_best=1",
+        "DeepSeek-V2's rule in V3: other groups where the runner-up decides",
+    ),
+    Fault(
+        "selection-bias-in-the-weight",
+        "SigmoidRouter.choose",
+        "return scores, self.best_experts(ranked, group_best=2)",
+        "return ranked, self.best_experts(ranked, group_best=2)",
+        "balancing the load changes what the experts add, also a negative weight",
+    ),
+    Fault(
+        "selection-bias-unused",
+        "SigmoidRouter.choose",
+        "scores if self.selection_bias is None else scores + self.selection_bias",
+        "scores",
+        "nothing before training moves it; then crowded experts stay crowded",
+    ),
+    Fault(
+        "sigmoid-router-softmaxes",
+        "SigmoidRouter.choose",
+        "logits.sigmoid()",
+        "logits.softmax(dim=1)",
+        "the same order, so only the weights differ, and choices under a bias",
+    ),
+    Fault(
+        "mixture-weight-on-the-wrong-side",
+        "MixtureFFN.forward",
+        "if self.weigh_input else rows)",
+        "if not self.weigh_input else rows)",
+        "weighed twice or not at all",
+    ),
+    Fault(
+        "mixture-input-not-weighed",
+        "MixtureFFN.__init__",
+        "self.weigh_input = weigh_input",
+        "self.weigh_input = False",
+        "Llama-4 as Mixtral with a sigmoid: an expert is not linear in its input",
+    ),
+    Fault(
+        "mixture-weights-not-sorted",
+        "MixtureFFN.forward",
+        "weights.flatten()[order, None]",
+        "weights.flatten()[:, None]",
+        "experts weighted by what other tokens gave them",
+    ),
+    Fault(
+        "mixture-tokens-repeated-in-blocks",
+        "MixtureFFN.forward",
+        "order // k",
+        "order % N",
+        "the right number of rows, of other tokens; right for top-1",
+    ),
+    Fault(
+        "mixture-not-put-back",
+        "MixtureFFN.forward",
+        "torch.empty_like(out).index_copy(0, order, out)",
+        "out",
+        "outputs stay in the experts' order",
+    ),
+    Fault(
+        "shared-expert-gated",
+        "MixtureFFN.forward",
+        "out + self.shared(x)",
+        "out + weights.sum(dim=1).view(x.shape[:-1])[..., None] * self.shared(x)",
+        "the expert that is always on fades where the router is unsure",
+    ),
+    Fault(
+        "shared-expert-missing",
+        "MixtureFFN.forward",
+        "out if self.shared is None else out + self.shared(x)",
+        "out",
+        "its parameters never get a gradient",
+    ),
+    Fault(
+        "clamp-below-the-gate",
+        "ClampedGatedFFN.forward",
+        "self.gate(x).clamp(max=self.limit)",
+        "self.gate(x).clamp(-self.limit, self.limit)",
+        "only gates below -limit differ, where the sigmoid is near 0 anyway",
+    ),
+    Fault(
+        "clamped-up-without-plus-one",
+        "ClampedGatedFFN.forward",
+        "(up + 1)",
+        "up",
+        "up = 0 shuts the expert instead of letting the gate through",
+    ),
+    Fault(
+        "clamped-gate-as-silu",
+        "ClampedGatedFFN.forward",
+        "torch.sigmoid(self.alpha * gate)",
+        "torch.sigmoid(gate)",
+        "alpha = 1: off by up to a tenth",
+    ),
+]
+
+SINKS = [
+    Fault(
+        "sink-kept-in-the-sum",
+        "SinkAttention.forward",
+        ".softmax(dim=-1)[..., :S]",
+        ".softmax(dim=-1)[..., :S]\n"
+        "        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)",
+        "weights sum to 1 again: plain attention, the sinks get no gradient",
+    ),
+    Fault(
+        "sink-scaled",
+        "SinkAttention.forward",
+        "sinks = self.sinks[:, None, None]",
+        "sinks = (self.sinks * (head_dim**-0.5 if scale is None else scale))[:, None, None]",
+        "each sink is pulled towards 0 by the width of a head",
+    ),
+    Fault(
+        "sink-one-for-all-heads",
+        "SinkAttention.forward",
+        "sinks = self.sinks[:, None, None]",
+        "sinks = self.sinks.mean().expand(H)[:, None, None]",
+        "nothing while the sinks are equal, as at the start",
+    ),
+    Fault(
+        "sink-of-the-kv-head",
+        "SinkAttention.forward",
+        "sinks = self.sinks[:, None, None]",
+        "sinks = self.sinks[:G].repeat_interleave(H // G)[:, None, None]",
+        "query heads of a group share one sink; right for MHA",
     ),
 ]
 
 MODEL = [
     Fault(
         "final-norm-missing",
-        "DecoderOnlyLM.forward",
-        "self.lm_head(self.final_norm(x))",
-        "self.lm_head(x)",
+        "DecoderOnlyLM._logits",
+        "self.final_norm(x[:, -1:] if last_only else x)",
+        "x[:, -1:] if last_only else x",
         "logits grow with depth; final_norm gets no gradient",
     ),
     Fault(
         "tying-lost",
-        "DecoderOnlyLM._settle",
-        "self.lm_head.weight = self.embedding.weight",
-        "self.lm_head.weight = nn.Parameter(self.embedding.weight.detach().clone())",
-        "equal at first, apart after one step; V·d more parameters",
+        "DecoderOnlyLM.__init__",
+        "self.lm_head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)",
+        "self.lm_head = nn.Linear(d_model, vocab_size, bias=False)",
+        "V·d more parameters; the head never learns what the embedding does",
     ),
     Fault(
         "embedding-scale-missing",
-        "DecoderOnlyLM.forward",
+        "DecoderOnlyLM._logits",
         "self.embedding(ids.long()) * self.embedding_scale",
         "self.embedding(ids.long())",
         "the stream starts too small against what the blocks add",
     ),
     Fault(
         "logit-cap-missing",
-        "DecoderOnlyLM.forward",
+        "DecoderOnlyLM._logits",
         "(self.logit_softcap * torch.tanh(wide / self.logit_softcap)).to(logits.dtype)",
         "logits",
         "same ranking, so greedy text does not show it",
     ),
     Fault(
         "padding-lost-in-decoding",
-        "DecoderOnlyLM.generate",
+        "DecoderOnlyLM._steps",
         "F.pad(key_padding_mask, (0, 1), value=True)",
         "F.pad(key_padding_mask, (0, 1)) | True",
         "short prompts of a batch change their text from the second token on",
     ),
     Fault(
         "eos-stops-all",
-        "DecoderOnlyLM.generate",
+        "DecoderOnlyLM._steps",
         "done.all()",
         "done.any()",
         "the first row to end cuts all others off",
@@ -681,8 +886,8 @@ MODEL = [
     Fault(
         "loss-unshifted",
         "next_token_loss",
-        "ids[:, 1:].flatten()",
-        "ids[:, :-1].flatten()",
+        "targets = ids[:, 1:].long()",
+        "targets = ids[:, :-1].long()",
         "the model learns to copy; loss near 0, text repeats",
     ),
     Fault(
@@ -713,11 +918,26 @@ GROUPS = {
     "Latent attention": LATENT_ATTENTION,
     "Norm and FFN": NORM_AND_FFN,
     "Experts": EXPERTS,
+    "Sinks": SINKS,
     "Model": MODEL,
     "Counting": COUNTING,
 }
 FAULTS = list(itertools.chain(*GROUPS.values()))
 BY_NAME = {fault.name: fault for fault in FAULTS}
+CLASSICS = (
+    "residual-from-norm",
+    "one-norm-used-twice",
+    "causal-skipped-with-cache",
+    "causal-mask-top-left",
+    "window-off-by-one",
+    "groups-tiled",
+    "soft-cap-after-the-mask",
+    "dead-rows-nan-gradient",
+    "keys-rotated-twice",
+    "position-after-the-append",
+    "cache-filled-after-widening",
+    "moe-renormalised",
+)
 
 
 @functools.cache
@@ -768,13 +988,27 @@ def failing(fault: Fault | None, compared: bool = False) -> list[str]:
     return [n for n, (ok, text) in said if not ok and not (compared and text.startswith("raised "))]
 
 
+def rows(faults: Iterable[Fault]) -> str:
+    """Faults as a Markdown table; a demo stands in brackets, which the notes turn into a link."""
+    lines = ["| Fault | What you would see | Turn FAIL |", "|:--|:--|:--|"]
+    for fault in faults:
+        demos = " ".join(f"[{name}]" for name in failing(fault))
+        lines.append(f"| {fault.name} | {fault.symptom} | {demos} |")
+    return "\n".join(lines)
+
+
 def table() -> str:
-    """All faults as a Markdown table."""
-    rows = ["| Fault | What you would see | Turn FAIL |", "|:--|:--|:--|"]
+    """All faults, each group folded."""
+    folds = []
     for title, faults in GROUPS.items():
-        rows.append(f"| **{title}** | | |")
-        rows += [f"| {f.name} | {f.symptom} | {' '.join(failing(f))} |" for f in faults]
-    return "\n".join(rows)
+        summary = f"<summary>{title}: {len(faults)} faults</summary>"
+        folds.append(f"<details>\n{summary}\n\n{rows(faults)}\n\n</details>")
+    return "\n".join(folds)
+
+
+def classics() -> str:
+    """The twelve that everybody meets."""
+    return rows(BY_NAME[name] for name in CLASSICS)
 
 
 def explain(fault: Fault) -> str:
@@ -785,12 +1019,45 @@ def explain(fault: Fault) -> str:
     return "\n".join([*diff, *said])
 
 
-if __name__ == "__main__":
+def fault_named(parser: argparse.ArgumentParser, name: str) -> Fault:
+    """The fault of that name, in any case; an error with the nearest names, or all of them."""
+    if name.lower() in BY_NAME:
+        return BY_NAME[name.lower()]
+    word = name.lower()
+    near = [known for known in BY_NAME if len(word) > 2 and word in known]
+    near += difflib.get_close_matches(word, BY_NAME)
+    hint = f"nearest: {', '.join(dict.fromkeys(near))}" if near else f"known: {', '.join(BY_NAME)}"
+    parser.error(f"unknown fault {name}; {hint}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="planted_faults.py",
+        description="Plants faults in transformer_block.py, one at a time, and runs its demos.",
+        epilog=f"Without a name all {len(FAULTS)} are planted, which takes half a minute.",
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="faults: their change and what the demos then say"
+    )
+    parser.add_argument("--list", action="store_true", help="the names and what one would see")
+    parser.add_argument("--write", action="store_true", help="put the table into the notes")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    options = parser.parse_args(argv)
+    chosen = list(dict.fromkeys(fault_named(parser, name) for name in options.names))
+    if bool(chosen) + options.list + options.write > 1:
+        parser.error("names, --list and --write exclude each other")
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
-    if sys.argv[1:] == ["--write"]:
+    if options.write:
         notes = NOTES.read_text(encoding="utf-8")
-        NOTES.write_text(TABLE.sub(lambda _: table(), notes), encoding="utf-8")
-    elif unknown := [name for name in sys.argv[1:] if name not in BY_NAME]:
-        sys.exit(f"unknown fault {unknown[0]}; known: {', '.join(BY_NAME)}")
+        notes = CLASSICS_TABLE.sub(lambda _: classics(), TABLE.sub(lambda _: table(), notes))
+        NOTES.write_text(notes, encoding="utf-8")
+    elif options.list:
+        width = max(map(len, BY_NAME))
+        print("\n".join(f"{fault.name:{width}}  {fault.symptom}" for fault in FAULTS))
     else:
-        print("\n\n".join(explain(BY_NAME[name]) for name in sys.argv[1:]) or table())
+        print("\n\n".join(map(explain, chosen)) or table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

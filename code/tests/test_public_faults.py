@@ -17,35 +17,13 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+import transformer_block as tb
 from torch import nn
-from transformer_block import (
-    BranchNormDecoderBlock,
-    DecoderOnlyLM,
-    DenseFFN,
-    GatedFFN,
-    GPT2StyleDecoderLayer,
-    KVCache,
-    ModernDecoderBlock,
-    MoEFFN,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    ParallelDecoderBlock,
-    RMSNorm,
-    VanillaEncoderLayer2017,
-    VanillaSeq2SeqDecoderLayer2017,
-    apply_rope,
-    attend,
-    attend_fused,
-    build_causal_mask,
-    build_rope_cache,
-    kv_cache_bytes,
-    pick_next_token,
-)
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
-PATHS = pytest.mark.parametrize("path", [attend, attend_fused])
-COS, SIN = build_rope_cache(64, 2)
+PATHS = pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
+COS, SIN = tb.build_rope_cache(64, 2)
 SPLITS = [[6], [1] * 6, [4, 2], [2, 3, 1], [4, 1, 1]]
 close = {"rtol": 0, "atol": 1e-10}
 
@@ -64,7 +42,7 @@ def randomised(module):
 
 def att(**options):
     """Four query heads and two KV heads, rotated, float64."""
-    return randomised(MultiHeadAttention(8, 4, 2, **{"rope": True} | options))
+    return randomised(tb.MultiHeadAttention(8, 4, 2, **{"rope": True} | options))
 
 
 def causal(start, end):
@@ -87,7 +65,7 @@ def reference_attention(module, x, keep, **options):
 
 
 def in_chunks(module, x, lengths):
-    cache, outs = KVCache(), []
+    cache, outs = tb.KVCache(), []
     for part in x.split(lengths, dim=1):
         outs.append(attended(module, part, cache))
     return torch.cat(outs, dim=1), cache
@@ -106,15 +84,15 @@ def bools(*rows):
 
 
 BLOCKS = {
-    "gpt2": lambda: GPT2StyleDecoderLayer(8, 4, 12),
-    "modern": lambda: ModernDecoderBlock(8, 4, 2, 12),
-    "parallel": lambda: ParallelDecoderBlock(8, 4, 2, 12),
-    "parallel two norms": lambda: ParallelDecoderBlock(8, 4, 2, 12, shared_norm=False),
-    "branch norm": lambda: BranchNormDecoderBlock(8, 4, 2, 12),
-    "latent": lambda: ModernDecoderBlock(
+    "gpt2": lambda: tb.GPT2StyleDecoderLayer(8, 4, 12),
+    "modern": lambda: tb.ModernDecoderBlock(8, 4, 2, 12),
+    "parallel": lambda: tb.ParallelDecoderBlock(8, 4, 2, 12),
+    "parallel two norms": lambda: tb.ParallelDecoderBlock(8, 4, 2, 12, shared_norm=False),
+    "branch norm": lambda: tb.BranchNormDecoderBlock(8, 4, 2, 12),
+    "latent": lambda: tb.ModernDecoderBlock(
         8,
         d_ff=12,
-        attn=MultiHeadLatentAttention(8, 4, kv_rank=5, rope_dim=2, nope_dim=3, v_dim=2),
+        attn=tb.MultiHeadLatentAttention(8, 4, kv_rank=5, rope_dim=2, nope_dim=3, v_dim=2),
     ),
 }
 ALL_DECODERS = pytest.mark.parametrize("kind", BLOCKS)
@@ -125,13 +103,13 @@ def block(kind):
 
 
 def run(module, x, **options):
-    if not isinstance(module, GPT2StyleDecoderLayer):
+    if not isinstance(module, tb.GPT2StyleDecoderLayer):
         options |= {"cos": COS, "sin": SIN}
     return module(x, **options)
 
 
 def lm(**options):
-    return randomised(DecoderOnlyLM(19, 8, 2, 4, 2, 12, max_len=32, **options))
+    return randomised(tb.DecoderOnlyLM(19, 8, 2, 4, 2, 12, max_len=32, **options))
 
 
 # =============================================================================================
@@ -150,7 +128,7 @@ def lm(**options):
 )
 def test_F01_causal_mask_goes_by_position(q, k, keep):
     q, k = torch.tensor(q, dtype=torch.long), torch.tensor(k)
-    got = build_causal_mask(q, k)
+    got = tb.build_causal_mask(q, k)
     assert got.dtype == torch.bool
     assert got.tolist() == torch.tensor(keep).bool().view(len(q), len(k)).tolist()
 
@@ -158,7 +136,7 @@ def test_F01_causal_mask_goes_by_position(q, k, keep):
 @pytest.mark.parametrize("lengths", SPLITS, ids=str)
 @ALL_DECODERS
 def test_F02_mask_covers_the_cached_keys(kind, lengths):
-    module, x, cache = block(kind), torch.randn(1, 6, 8).double(), KVCache()
+    module, x, cache = block(kind), torch.randn(1, 6, 8).double(), tb.KVCache()
     chunks = [run(module, part, kv_cache=cache) for part in x.split(lengths, dim=1)]
     torch.testing.assert_close(torch.cat(chunks, dim=1), run(module, x), **close)
 
@@ -176,7 +154,7 @@ def test_F03_prefill_with_a_cache_is_causal(kind):
     module, x = block(kind), torch.randn(2, 6, 8).double()
     changed = x.clone()
     changed[:, 5] += 1
-    out, moved = (run(module, t, kv_cache=KVCache()) for t in (x, changed))
+    out, moved = (run(module, t, kv_cache=tb.KVCache()) for t in (x, changed))
     assert torch.equal(out[:, :5], moved[:, :5])
     assert (out[:, 5] != moved[:, 5]).any()
     torch.testing.assert_close(out, run(module, x), **close)
@@ -187,7 +165,7 @@ def test_F04_table_too_short_is_refused_and_never_clipped(kind):
     module = block(kind)
     if kind.startswith("parallel"):
         module.attn = att()
-    x, cache = torch.randn(1, 5, 8).double(), KVCache()
+    x, cache = torch.randn(1, 5, 8).double(), tb.KVCache()
     with pytest.raises(ValueError, match=r"cos .*4 .*5"):
         module(x, cos=COS[:4], sin=SIN[:4])
     module(x[:, :3], cos=COS[:4], sin=SIN[:4], kv_cache=cache)
@@ -206,11 +184,11 @@ def test_F04_model_past_its_length_is_refused():
 
 def test_F05_window_counts_self():
     positions = torch.arange(6)
-    mask = build_causal_mask(positions, positions, window=3)
+    mask = tb.build_causal_mask(positions, positions, window=3)
     assert mask.sum(dim=1).tolist() == [1, 2, 3, 3, 3, 3]
     assert mask[4].tolist() == [False, False, True, True, True, False]
-    assert torch.equal(build_causal_mask(positions, positions, 1), torch.eye(6).bool())
-    chunk = build_causal_mask(positions[4:], positions, window=3)
+    assert torch.equal(tb.build_causal_mask(positions, positions, 1), torch.eye(6).bool())
+    chunk = tb.build_causal_mask(positions[4:], positions, window=3)
     assert torch.equal(chunk, mask[4:])
 
 
@@ -272,7 +250,7 @@ def test_F09_true_means_may_attend(path):
 
 def test_F09_multi_head_attention_of_torch_takes_the_negated_mask():
     theirs = nn.MultiheadAttention(8, 4, bias=False, batch_first=True, dtype=torch.float64)
-    ours = MultiHeadAttention(8, 4).double()
+    ours = tb.MultiHeadAttention(8, 4).double()
     q, k, v = theirs.in_proj_weight.detach().chunk(3)
     weights = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v}
     ours.load_state_dict(weights | {"o_proj.weight": theirs.out_proj.weight.detach()})
@@ -282,10 +260,10 @@ def test_F09_multi_head_attention_of_torch_takes_the_negated_mask():
 
 
 def test_F10_padding_lies_on_the_key_axis():
-    keep = MultiHeadAttention.combined_mask(causal(0, 4), bools([1, 1, 0, 0]), 1, 4, 4)
+    keep = tb.MultiHeadAttention.combined_mask(causal(0, 4), bools([1, 1, 0, 0]), 1, 4, 4)
     wanted = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
     assert keep.expand(1, 1, 4, 4)[0, 0].int().tolist() == wanted
-    encoder = randomised(VanillaEncoderLayer2017(8, 4, 12))
+    encoder = randomised(tb.VanillaEncoderLayer2017(8, 4, 12))
     x, padding = torch.randn(1, 4, 8).double(), bools([1, 1, 0, 0])
     changed = x.clone()
     changed[:, 2:] += 5
@@ -300,7 +278,7 @@ def test_F11_mask_of_another_dtype_is_refused(name, dtype):
     x, mask = torch.randn(1, 3, 8).double(), torch.ones(3, 3).to(dtype)
     with pytest.raises(TypeError, match=rf"{name} .*bool.*{dtype}"):
         if name == "keep":
-            attend(x[None], x[None], x[None], mask)
+            tb.attend(x[None], x[None], x[None], mask)
         else:
             att(rope=False)(x, **{name: mask if name == "mask" else mask[:1]})
 
@@ -322,7 +300,7 @@ def test_F13_causal_whatever_else_is_given(kind, padding, cached, train):
     changed = x.clone()
     changed[:, 5] += 1
     out, moved = (
-        run(module, t, kv_cache=KVCache() if cached else None, **options) for t in (x, changed)
+        run(module, t, kv_cache=tb.KVCache() if cached else None, **options) for t in (x, changed)
     )
     assert torch.equal(out[:, :5], moved[:, :5])
     assert (out[:, 5] != moved[:, 5]).any()
@@ -350,14 +328,14 @@ def test_F14_mask_constant_fits_half(path):
 
 
 def test_F15_rotation_is_half_split():
-    cos, sin = build_rope_cache(8, 4)
+    cos, sin = tb.build_rope_cache(8, 4)
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
-    got = apply_rope(x, cos[1:2], sin[1:2])
+    got = tb.apply_rope(x, cos[1:2], sin[1:2])
     wanted = torch.tensor([-1.984111, 1.959901, 2.462378, 4.019800]).view(1, 1, 1, 4)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
     torch.testing.assert_close(got.norm(), x.norm())
     order = [0, 2, 1, 3]  # its own inverse
-    interleaved = apply_rope(x[..., order], cos[1:2], sin[1:2])[..., order]
+    interleaved = tb.apply_rope(x[..., order], cos[1:2], sin[1:2])[..., order]
     wanted = torch.tensor([-1.14264, 1.922076, 2.959851, 4.0298]).view(1, 1, 1, 4)
     torch.testing.assert_close(interleaved, wanted, rtol=0, atol=1e-5)
 
@@ -366,12 +344,12 @@ def test_F16_angles_are_exact_far_out_in_every_dtype():
     angles = torch.arange(4096).double()[:, None] * 10000 ** (-torch.arange(0, 64, 2).double() / 64)
     exact = angles.cos().repeat(1, 2)
     for dtype, tolerance in ((torch.bfloat16, 0.005), (torch.float16, 0.001)):
-        cos, _ = build_rope_cache(4096, 64, dtype=dtype)
+        cos, _ = tb.build_rope_cache(4096, 64, dtype=dtype)
         assert (cos.double() - exact).abs().max() < tolerance
 
 
 def test_F16_model_cast_down_and_up_keeps_its_tables():
-    model = DecoderOnlyLM(19, 8, 1, 4, 2, 12, max_len=600)
+    model = tb.DecoderOnlyLM(19, 8, 1, 4, 2, 12, max_len=600)
     never_cast = copy.deepcopy(model)
     model.bfloat16().float().bfloat16().float()
     never_cast.load_state_dict(model.state_dict())
@@ -390,7 +368,7 @@ def test_F17_rotation_depends_on_the_offset_not_the_length_alone():
 
 def test_F18_position_goes_on_where_the_cache_ends():
     module, x = att(), torch.randn(1, 6, 8).double()
-    cache, outs, seen = KVCache(), [], []
+    cache, outs, seen = tb.KVCache(), [], []
     for part in x.split([4, 1, 1], dim=1):
         outs.append(attended(module, part, cache))
         seen.append(cache.next_pos)
@@ -402,7 +380,7 @@ def test_F18_position_goes_on_where_the_cache_ends():
 @pytest.mark.parametrize("attn", ["heads", "latent"])
 def test_F18_start_pos_that_disagrees_with_the_cache_is_refused(attn):
     module = att() if attn == "heads" else block("latent").attn
-    x, cache = torch.randn(1, 3, 8).double(), KVCache()
+    x, cache = torch.randn(1, 3, 8).double(), tb.KVCache()
     attended(module, x, cache, start_pos=0)
     for wrong in (0, 2, 4):
         with pytest.raises(ValueError, match=rf"start_pos .*3.*{wrong}"):
@@ -438,30 +416,30 @@ def test_F21_positions_of_each_row_are_refused():
     x = torch.randn(4, 4, 3, 2)
     by_row = COS[torch.tensor([[0, 1, 2]] * 4)]
     with pytest.raises(ValueError, match=r"cos .*\[4, 3, 2\]"):
-        apply_rope(x, by_row, by_row)
+        tb.apply_rope(x, by_row, by_row)
     with pytest.raises(ValueError, match=r"q_positions .*\[2, 3\]"):
-        build_causal_mask(torch.zeros(2, 3).long(), torch.arange(3))
+        tb.build_causal_mask(torch.zeros(2, 3).long(), torch.arange(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_F22_rotation_keeps_the_dtype(dtype):
     x = torch.randn(1, 2, 3, 2).to(dtype)
-    got = apply_rope(x, COS[:3], SIN[:3])
+    got = tb.apply_rope(x, COS[:3], SIN[:3])
     assert got.dtype == dtype
-    wanted = apply_rope(x.double(), COS[:3], SIN[:3]).to(dtype)
+    wanted = tb.apply_rope(x.double(), COS[:3], SIN[:3]).to(dtype)
     torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: build_rope_cache(4, 5), "head_dim .*even.*5"),
-        (lambda: MultiHeadAttention(10, 4, 2), "n_q_heads=4 .*d_model=10"),
-        (lambda: MultiHeadAttention(12, 6, 4), "n_kv_heads=4 .*n_q_heads=6"),
-        (lambda: MultiHeadAttention(12, 4, 4, rope=True), "head_dim .*even.*3"),
-        (lambda: ModernDecoderBlock(12, 4, 4), "head_dim .*even.*3"),
+        (lambda: tb.build_rope_cache(4, 5), "head_dim .*even.*5"),
+        (lambda: tb.MultiHeadAttention(10, 4, 2), "n_q_heads=4 .*d_model=10"),
+        (lambda: tb.MultiHeadAttention(12, 6, 4), "n_kv_heads=4 .*n_q_heads=6"),
+        (lambda: tb.MultiHeadAttention(12, 4, 4, rope=True), "head_dim .*even.*3"),
+        (lambda: tb.ModernDecoderBlock(12, 4, 4), "head_dim .*even.*3"),
         (
-            lambda: MultiHeadLatentAttention(8, 2, kv_rank=4, rope_dim=3, nope_dim=4, v_dim=4),
+            lambda: tb.MultiHeadLatentAttention(8, 2, kv_rank=4, rope_dim=3, nope_dim=4, v_dim=4),
             "rope_dim .*even.*3",
         ),
     ],
@@ -489,7 +467,7 @@ def test_F24_left_padded_rows_generate_what_they_generate_alone():
 @pytest.mark.parametrize("max_len", [None, 9])
 @pytest.mark.parametrize("lengths", [(3, 6), (6, 3)])
 def test_F25_reset_forgets_everything(max_len, lengths):
-    module, cache = att(), KVCache(max_len)
+    module, cache = att(), tb.KVCache(max_len)
     first, second = (torch.randn(1, n, 8).double() for n in lengths)
     for context in (torch.no_grad, torch.enable_grad):
         with context():
@@ -509,12 +487,12 @@ def test_F25_generate_twice_is_the_same_answer():
 
 
 def test_F26_cache_holds_kv_heads_only():
-    module, cache = att(), KVCache()
+    module, cache = att(), tb.KVCache()
     with torch.no_grad():
         attended(module, torch.randn(5, 3, 8).double(), cache)
     assert cache.k.shape == cache.v.shape == (5, 2, 3, 2)
     stored = cache.k.numel() * 8 + cache.v.numel() * 8
-    assert stored == kv_cache_bytes(1, 2, 2, 3, batch=5, bytes_per_element=8)
+    assert stored == tb.kv_cache_bytes(1, 2, 2, 3, batch=5, bytes_per_element=8)
 
 
 @pytest.mark.parametrize("lengths", SPLITS, ids=str)
@@ -552,10 +530,12 @@ def test_F28_channels_of_the_whole_attention_follow_their_group():
 
 
 def test_F29_heads_are_split_and_merged_by_a_transpose():
-    module = MultiHeadAttention(4, 2)
+    module = tb.MultiHeadAttention(4, 2)
     split = module.split_heads(torch.arange(8).view(1, 2, 4), module.head_dim)
     assert split.tolist() == [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
-    merging = MultiHeadAttention(4, 2, attend=lambda *_, **__: torch.arange(8.0).view(1, 2, 2, 2))
+    merging = tb.MultiHeadAttention(
+        4, 2, attend=lambda *_, **__: torch.arange(8.0).view(1, 2, 2, 2)
+    )
     with torch.no_grad():
         merging.o_proj.weight.copy_(torch.eye(4))
     assert merging(torch.zeros(1, 2, 4))[0].tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7]]]
@@ -570,7 +550,7 @@ def test_F29_permuted_tokens_give_permuted_outputs():
 @PATHS
 @pytest.mark.parametrize("head_dim", [2, 6])
 def test_F30_scale_is_that_of_the_head_dim(path, head_dim):
-    module = randomised(MultiHeadAttention(8, 4, 2, head_dim=head_dim, attend=path))
+    module = randomised(tb.MultiHeadAttention(8, 4, 2, head_dim=head_dim, attend=path))
     x = torch.randn(1, 4, 8).double()
     p = {name: w.detach().numpy() for name, w in module.state_dict().items()}
     wanted, _ = reference.multi_head_attention(p, x[0].numpy(), head_dim, scale=head_dim**-0.5)
@@ -606,7 +586,7 @@ def test_F32_softmax_runs_over_the_keys(path):
 
 @pytest.mark.parametrize(("T", "S"), [(3, 5), (5, 3), (4, 4)])
 def test_F33_cross_attention_takes_the_mask_of_its_memory(T, S):
-    module = randomised(VanillaSeq2SeqDecoderLayer2017(8, 4, 12))
+    module = randomised(tb.VanillaSeq2SeqDecoderLayer2017(8, 4, 12))
     x, memory = torch.randn(1, T, 8).double(), torch.randn(1, S, 8).double()
     memory_keep = torch.arange(S)[None] < S - 1
     keep = torch.ones(1, T).bool()
@@ -629,8 +609,8 @@ def test_F33_cross_attention_takes_the_mask_of_its_memory(T, S):
 
 PADDED = {
     **BLOCKS,
-    "encoder": lambda: VanillaEncoderLayer2017(8, 4, 12),
-    "seq2seq": lambda: VanillaSeq2SeqDecoderLayer2017(8, 4, 12),
+    "encoder": lambda: tb.VanillaEncoderLayer2017(8, 4, 12),
+    "seq2seq": lambda: tb.VanillaSeq2SeqDecoderLayer2017(8, 4, 12),
 }
 
 
@@ -659,20 +639,20 @@ def test_F35_norm_of_q_and_k_comes_before_the_rotation():
 
 def test_F36_soft_cap_acts_before_the_mask_and_is_never_dropped():
     scores = torch.tensor([[2.0, 100.0]]).double()
-    capped = weights_of(attend, scores, bools([1, 0]), logit_softcap=5.0)
+    capped = weights_of(tb.attend, scores, bools([1, 0]), logit_softcap=5.0)
     assert capped.tolist() == [[1, 0]]
-    open_weights = weights_of(attend, scores, logit_softcap=5.0)[0]
+    open_weights = weights_of(tb.attend, scores, logit_softcap=5.0)[0]
     a, b = (5 * math.tanh(s / 5) for s in (2, 100))
     assert open_weights[1].item() == pytest.approx(1 / (1 + math.exp(a - b)))
     with pytest.raises(ValueError, match=r"logit_softcap .*5\.0"):
-        weights_of(attend_fused, scores, logit_softcap=5.0)
+        weights_of(tb.attend_fused, scores, logit_softcap=5.0)
     with pytest.raises(ValueError, match=r"logit_softcap .*5\.0"):
-        MultiHeadAttention(8, 4, logit_softcap=5.0, attend=attend_fused)
+        tb.MultiHeadAttention(8, 4, logit_softcap=5.0, attend=tb.attend_fused)
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=f"logit_softcap .*{bad}"):
-            weights_of(attend, scores, logit_softcap=bad)
+            weights_of(tb.attend, scores, logit_softcap=bad)
         with pytest.raises(ValueError, match=f"logit_softcap .*{bad}"):
-            MultiHeadAttention(8, 4, logit_softcap=bad)
+            tb.MultiHeadAttention(8, 4, logit_softcap=bad)
 
 
 @pytest.mark.parametrize("cap", [0.5, 3])
@@ -689,15 +669,15 @@ def test_F36_soft_cap_of_the_layer_is_not_dropped(cap):
 
 @pytest.mark.parametrize("value", [300.0, 6e4, -300.0])
 def test_F37_rms_norm_squares_in_float32(value):
-    got = RMSNorm(4).half()(torch.full((4,), value).half())
+    got = tb.RMSNorm(4).half()(torch.full((4,), value).half())
     assert got.tolist() == [math.copysign(1, value)] * 4
 
 
 def test_F39_layer_norm_of_the_blocks_divides_by_n():
     norms = (
-        VanillaEncoderLayer2017(4, 2, 4).ln1,
-        GPT2StyleDecoderLayer(4, 2, 4).norm1,
-        ParallelDecoderBlock(4, 2, 2, 4).norm,
+        tb.VanillaEncoderLayer2017(4, 2, 4).ln1,
+        tb.GPT2StyleDecoderLayer(4, 2, 4).norm1,
+        tb.ParallelDecoderBlock(4, 2, 2, 4).norm,
     )
     for norm in norms:
         got = norm(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -705,15 +685,15 @@ def test_F39_layer_norm_of_the_blocks_divides_by_n():
 
 
 def test_F40_eps_stands_under_the_root_and_reaches_every_norm():
-    got = RMSNorm(3, 1e-6)(torch.full((3,), 1e-4))
+    got = tb.RMSNorm(3, 1e-6)(torch.full((3,), 1e-4))
     assert got[0].item() == pytest.approx(0.099504, abs=1e-6)
     zero = torch.zeros(3, requires_grad=True)
-    RMSNorm(3)(zero).sum().backward()
+    tb.RMSNorm(3)(zero).sum().backward()
     assert zero.grad.isfinite().all()
     for kind, default in (("gpt2", 1e-5), ("modern", 1e-6), ("parallel two norms", 1e-5)):
         eps = {m.eps for m in BLOCKS[kind]().modules() if hasattr(m, "eps")}
         assert eps == {default}
-    assert GPT2StyleDecoderLayer(2, 1, 2).norm1(torch.tensor([1e-3, -1e-3]))[0].item() == (
+    assert tb.GPT2StyleDecoderLayer(2, 1, 2).norm1(torch.tensor([1e-3, -1e-3]))[0].item() == (
         pytest.approx(0.301511, abs=1e-6)
     )
 
@@ -721,16 +701,16 @@ def test_F40_eps_stands_under_the_root_and_reaches_every_norm():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda eps: VanillaEncoderLayer2017(8, 4, 12, eps=eps),
-        lambda eps: VanillaSeq2SeqDecoderLayer2017(8, 4, 12, eps=eps),
-        lambda eps: GPT2StyleDecoderLayer(8, 4, 12, eps=eps),
-        lambda eps: ModernDecoderBlock(8, 4, 2, 12, eps=eps),
-        lambda eps: ParallelDecoderBlock(8, 4, 2, 12, shared_norm=False, eps=eps),
-        lambda eps: BranchNormDecoderBlock(8, 4, 2, 12, eps=eps),
+        lambda eps: tb.VanillaEncoderLayer2017(8, 4, 12, eps=eps),
+        lambda eps: tb.VanillaSeq2SeqDecoderLayer2017(8, 4, 12, eps=eps),
+        lambda eps: tb.GPT2StyleDecoderLayer(8, 4, 12, eps=eps),
+        lambda eps: tb.ModernDecoderBlock(8, 4, 2, 12, eps=eps),
+        lambda eps: tb.ParallelDecoderBlock(8, 4, 2, 12, shared_norm=False, eps=eps),
+        lambda eps: tb.BranchNormDecoderBlock(8, 4, 2, 12, eps=eps),
     ],
 )
 def test_F40_eps_of_the_constructor_reaches_every_norm(make):
-    norms = [m for m in make(0.25).modules() if isinstance(m, (nn.LayerNorm, RMSNorm))]
+    norms = [m for m in make(0.25).modules() if isinstance(m, (nn.LayerNorm, tb.RMSNorm))]
     assert len(norms) >= 2
     assert {norm.eps for norm in norms} == {0.25}
 
@@ -741,7 +721,7 @@ def test_F40_eps_of_the_constructor_reaches_every_norm(make):
 
 
 def scalar_dense(**options):
-    ffn = DenseFFN(1, 1, **options)
+    ffn = tb.DenseFFN(1, 1, **options)
     for linear in (ffn.up, ffn.down):
         nn.init.ones_(linear.weight)
     return ffn
@@ -758,7 +738,7 @@ def test_F41_gelu_is_the_exact_one_by_default_and_the_tanh_one_on_demand():
 
 
 def scalar_gated(up):
-    ffn = GatedFFN(1, 1)
+    ffn = tb.GatedFFN(1, 1)
     for linear, value in ((ffn.gate, 2.0), (ffn.up, up), (ffn.down, 1.0)):
         nn.init.constant_(linear.weight, value)
     return ffn
@@ -770,11 +750,11 @@ def test_F42_swiglu_activates_the_gate_alone():
 
 
 def test_F43_swiglu_has_three_matrices():
-    ffn = GatedFFN(6, 10)
+    ffn = tb.GatedFFN(6, 10)
     assert sum(p.numel() for p in ffn.parameters()) == 3 * 6 * 10
     assert scalar_gated(0.0)(torch.ones(1, 1)).item() == 0
     with pytest.raises(TypeError, match=r"act .*'swiglu'"):
-        DenseFFN(6, 10, act="swiglu")
+        tb.DenseFFN(6, 10, act="swiglu")
 
 
 # =============================================================================================
@@ -783,7 +763,7 @@ def test_F43_swiglu_has_three_matrices():
 
 
 def experts(**options):
-    return randomised(MoEFFN(6, 8, **options))
+    return randomised(tb.MoEFFN(6, 8, **options))
 
 
 def test_F44_router_learns_from_the_output_alone():
@@ -825,7 +805,7 @@ def test_F45_expert_that_ignores_its_input_is_weighted_all_the_same():
 def routed(probabilities):
     """A layer whose router gives these probabilities to the rows of the identity."""
     n, E = len(probabilities), len(probabilities[0])
-    moe = MoEFFN(n, 4, n_experts=E).double()
+    moe = tb.MoEFFN(n, 4, n_experts=E).double()
     with torch.no_grad():
         moe.router.weight.copy_(torch.tensor(probabilities).double().log().T)
     moe(torch.eye(n).double())
@@ -884,9 +864,9 @@ def test_F48_F50_pre_norm_blocks_without_sublayers_are_the_identity(kind):
 
 def test_F48_post_norm_layers_without_sublayers_norm_the_stream():
     x, memory = torch.randn(2, 4, 8).double(), torch.randn(2, 3, 8).double()
-    encoder = silenced(randomised(VanillaEncoderLayer2017(8, 4, 12)), "attn", "ffn")
+    encoder = silenced(randomised(tb.VanillaEncoderLayer2017(8, 4, 12)), "attn", "ffn")
     decoder = silenced(
-        randomised(VanillaSeq2SeqDecoderLayer2017(8, 4, 12)), "self_attn", "cross_attn", "ffn"
+        randomised(tb.VanillaSeq2SeqDecoderLayer2017(8, 4, 12)), "self_attn", "cross_attn", "ffn"
     )
     for module, got in ((encoder, encoder(x)), (decoder, decoder(x, memory))):
         p = {name: w.numpy() for name, w in module.state_dict().items()}
@@ -977,7 +957,7 @@ def test_F55_temperature_zero_is_argmax_and_tiny_ones_are_no_nan():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model.generate(ids, 5, temperature=1e-8), first)
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert pick_next_token(logits, 1e-40).item() == 1
+    assert tb.pick_next_token(logits, 1e-40).item() == 1
     for bad in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"temperature .*{bad}"):
             model.generate(ids, 5, temperature=bad)

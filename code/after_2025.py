@@ -1,0 +1,1224 @@
+"""What changed in the Transformer block in 2025 and 2026: four operators, small and proved.
+
+    python3 code/after_2025.py                   run the five proofs
+    python3 code/after_2025.py A02               only those
+    python3 code/after_2025.py --list            what each proves
+    python3 code/after_2025.py --show NAME       print a definition with all it needs
+
+Letters and masks are those of transformer_block.py, whose parts these classes stand on: B batch,
+T length, S cached and new keys, d d_model, H heads, d_h head_dim; masks are bool and True means
+"may attend". What is passed as attn= to a block of the script takes what the block hands on.
+"""
+
+import argparse
+import ast
+import copy
+import difflib
+import inspect
+import itertools
+import math
+import os
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import transformer_block as tb
+from torch import Tensor, nn
+from transformer_block import (
+    GatedFFN,
+    KVCache,
+    ModernDecoderBlock,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    RMSNorm,
+    apply_rope,
+    build_causal_mask,
+    require_parts,
+    require_tensor,
+    require_value,
+)
+
+# =============================================================================================
+# Output-gated attention (Qwen3-Next)
+# =============================================================================================
+
+
+class OutputGatedAttention(nn.Module):
+    """o_proj(heads * sigmoid(gate_proj(x))): each head channel is scaled by a gate read from x.
+
+    Gated Attention, arXiv:2505.06708; full layers of Qwen3-Next (on MultiHeadAttention with
+    rope=True and qk_norm=True, a quarter of each head turned) and of Hy4 (on latent attention).
+    Versus the attention that is passed in: a gate between the sum over the values and o_proj, which
+    moves here. A head that has nothing to say can close, so none needs a first token to look at.
+    x is the block's normed input, the one that q, k and v are made of. Nothing more is cached.
+
+    forward takes what that attention takes, and returns (out [B, T, d], what it stores).
+    """
+
+    def __init__(self, attn: nn.Module):
+        super().__init__()
+        if not isinstance(getattr(attn, "o_proj", None), nn.Linear):
+            raise TypeError(f"attn must be an attention with o_proj, got {type(attn).__name__}")
+        self.attn, self.o_proj = attn, attn.o_proj
+        self.attn.o_proj = nn.Identity()  # what it returns now is the heads, side by side
+        self.gate_proj = nn.Linear(attn.d_model, self.o_proj.in_features, bias=False)
+
+    def forward(self, x: Tensor, **options: object) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        heads, stored = self.attn(x, **options)  # (B, T, H*d_h)
+        return self.o_proj(heads * torch.sigmoid(self.gate_proj(x))), stored
+
+
+# =============================================================================================
+# Gated DeltaNet (Qwen3-Next)
+# =============================================================================================
+
+
+def delta_rule_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule token by token: (out [B, H, T, d_v], the state after the last).
+
+    state S [B, H, d_k, d_v] is a memory that says S^T k when asked for k. Each token lets it fade,
+    S <- alpha S, and then moves what it says for k towards v, S <- S + k (beta (v - S^T k))^T; out
+    is S^T q. q, k [B, H, T, d_k], v [B, H, T, d_v], log_decay (ln alpha <= 0) and beta [B, H, T].
+    """
+    out = []
+    for t in range(v.shape[2]):
+        state = log_decay[:, :, t, None, None].exp() * state
+        recalled = (k[:, :, t, None] @ state)[:, :, 0]  # (B, H, d_v)
+        written = beta[:, :, t, None] * (v[:, :, t] - recalled)
+        state = state + k[:, :, t, :, None] * written[:, :, None]
+        out.append(q[:, :, t, None] @ state)  # (B, H, 1, d_v)
+    return torch.cat(out, dim=2) if out else v, state
+
+
+def delta_rule_chunked(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same chunk by chunk: matrix products inside a chunk, a step of the state between chunks.
+
+    With c_i the sum of log_decay up to i, and the state S before the chunk, what token i writes is
+    u_i = beta_i (v_i - e^c_i S^T k_i - sum_{j<i} e^(c_i - c_j) (k_i k_j) u_j): a triangular system
+    in u. Then out_i = e^c_i S^T q_i + sum_{j<=i} e^(c_i - c_j) (q_i k_j) u_j (arXiv:2412.06464).
+    """
+    out = []
+    for parts in zip(*(t.split(chunk, dim=2) for t in (q, k, v, log_decay, beta))):
+        q, k, v, steps, beta = parts
+        total, beta = steps.cumsum(dim=2), beta[..., None]  # (B, H, C), (B, H, C, 1)
+        between = (total[..., None] - total[..., None, :]).tril().exp().tril()  # (B, H, C, C)
+        since = total.exp()[..., None]  # (B, H, C, 1)
+        # The solver takes the diagonal as ones and does not read above it.
+        system, right = beta * between * (k @ k.mT), beta * (v - since * (k @ state))
+        u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        out.append(since * (q @ state) + (between * (q @ k.mT)) @ u)  # (B, H, C, d_v)
+        end = steps.sum(dim=2, keepdim=True)  # (B, H, 1)
+        left = (end - total).exp()[..., None]  # what of a write is left at the end of the chunk
+        state = end.exp()[..., None] * state + (left * k).mT @ u
+    return torch.cat(out, dim=2), state
+
+
+class CausalConvolution(nn.Module):
+    """Each channel becomes a weighted sum of its own last width values: depthwise, no bias.
+
+    forward takes x [B, T, channels] and before [B, width - 1, channels], what came ahead of x
+    (zeros at the start), and returns ([B, T, channels], the last width - 1 to go on from).
+    """
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        require_value(int, channels=channels, width=width)
+        self.weight = nn.Parameter(torch.empty(width, channels))  # row 0 weighs the oldest value
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        T, columns = x.shape[1], torch.cat((before, x), dim=1)  # (B, width-1+T, channels)
+        out = sum(row * columns[:, lag : lag + T] for lag, row in enumerate(self.weight))
+        return out, columns[:, T:].clone()  # a view would keep all of columns alive
+
+
+class DeltaNetState:
+    """What a GatedDeltaNet keeps in place of keys and values: no larger after 10^6 tokens.
+
+    state [B, H, k_dim, v_dim] and columns [B, conv_width - 1, channels], what the convolution still
+    reads; None when empty. next_pos, reset and truncate are as in KVCache, but no tokens can be cut
+    out of a state: truncate goes back to where the last forward began (that is kept too) or to 0.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.next_pos, self.state, self.columns, self._before = 0, None, None, None
+
+    def read(self, x: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """state and columns of these shapes to go on from with tokens x: zeros when empty."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.state is None:
+            return x.new_zeros(shapes[0], dtype=wide), x.new_zeros(shapes[1])
+        if self.state.shape != shapes[0] or self.state.dtype != wide:
+            came = f"{list(self.state.shape)} in {self.state.dtype}"
+            raise ValueError(f"kv_cache must hold a state {list(shapes[0])} in {wide}, got {came}")
+        return self.state, self.columns
+
+    def update(self, length: int, state: Tensor, columns: Tensor) -> None:
+        """Hold what is there length tokens later. No tensor is written to."""
+        self._before = self.next_pos, self.state, self.columns
+        self.next_pos, self.state, self.columns = self.next_pos + length, state, columns
+
+    def truncate(self, length: int) -> None:
+        require_value(int, above=-1, length=length)
+        before = self.next_pos if self._before is None else self._before[0]
+        if length not in (self.next_pos, before, 0):
+            raise ValueError(
+                f"length must be next_pos={self.next_pos}, {before} where the last forward began, "
+                f"or 0, got {length}: a recurrent state holds no single tokens to cut off"
+            )
+        if length == 0:
+            self.reset()
+        elif length != self.next_pos:
+            (self.next_pos, self.state, self.columns), self._before = self._before, None
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention that corrects its memory: a state of fixed size in place of a KV cache.
+
+    Gated Delta Networks, arXiv:2412.06464; three layers of four in Qwen3-Next. Replaces attention
+    in a block. Versus attention: no softmax and no rotation (cos and sin stay unread), order comes
+    from the recurrence and a short convolution on q, k and v; a token costs the same at any length;
+    at most k_dim keys a head are told apart. q and k have length 1. A head's output is normed, then
+    gated by SiLU(gate_proj(x)). Value head i reads key head i // (H / n_k_heads).
+
+    forward takes x [B, T, d] and returns (out [B, T, d], (state, columns)). It is causal and has no
+    mask (ValueError); key_padding_mask [B, cached + T] zeroes padding, which leaves no trace on the
+    left. kv_cache is a DeltaNetState. chunk tokens at a time are matrix products.
+    """
+
+    def __init__(self, d_model: int, n_k_heads: int, n_v_heads: int, *, k_dim: int, v_dim: int,
+                 conv_width: int = 4, chunk: int = 64, norm_eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, n_k_heads=n_k_heads, n_v_heads=n_v_heads)
+        require_value(int, k_dim=k_dim, v_dim=v_dim, conv_width=conv_width, chunk=chunk)
+        require_value(float, norm_eps=norm_eps)
+        if n_v_heads % n_k_heads:
+            raise ValueError(f"n_k_heads={n_k_heads} must divide n_v_heads={n_v_heads}")
+        self.d_model, self.n_v_heads, self.chunk = d_model, n_v_heads, chunk
+        self.k_dim, self.v_dim, self.conv_width = k_dim, v_dim, conv_width
+        self.widths = n_k_heads * k_dim, n_k_heads * k_dim, n_v_heads * v_dim
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(d_model, width, bias=False) for width in self.widths
+        )
+        self.conv = CausalConvolution(sum(self.widths), conv_width)
+        self.beta_proj = nn.Linear(d_model, n_v_heads, bias=False)
+        self.decay_proj = nn.Linear(d_model, n_v_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(n_v_heads).uniform_(0.01, 16).log())
+        self.dt_bias = nn.Parameter(torch.ones(n_v_heads))
+        self.norm = RMSNorm(v_dim, norm_eps)
+        self.gate_proj = nn.Linear(d_model, n_v_heads * v_dim, bias=False)
+        self.o_proj = nn.Linear(n_v_heads * v_dim, d_model, bias=False)
+        self.new_cache = DeltaNetState  # what DecoderOnlyLM gives such a layer
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, causal: bool = True,
+                cos: Tensor | None = None, sin: Tensor | None = None,
+                kv_cache: "DeltaNetState | None" = None,
+                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        x = require_recurrent(self, x, mask, key_padding_mask, causal, kv_cache, start_pos)
+        (B, T, _), cache = x.shape, DeltaNetState() if kv_cache is None else kv_cache
+        before = B, self.conv_width - 1, sum(self.widths)
+        state, columns = cache.read(x, (B, self.n_v_heads, self.k_dim, self.v_dim), before)
+        mixed = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+        mixed, columns = self.conv(mixed, columns)
+        mixed = F.silu(mixed).to(state.dtype).split(self.widths, dim=-1)
+        sizes = self.k_dim, self.k_dim, self.v_dim  # below: (B, heads, T, k_dim or v_dim)
+        q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t, size in zip(mixed, sizes))
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+        q, k = (t.repeat_interleave(v.shape[1] // t.shape[1], dim=1) for t in (q, k))
+        beta = self.beta_proj(x).to(v).sigmoid().mT  # (B, H, T)
+        speed = self.A_log.to(v).exp() * F.softplus(self.decay_proj(x).to(v) + self.dt_bias)
+        inputs = q * self.k_dim**-0.5, k, v, -speed.mT, beta, state
+        rule = delta_rule_recurrent if T == 1 else partial(delta_rule_chunked, chunk=self.chunk)
+        out, state = rule(*inputs)  # (B, H, T, v_dim), (B, H, k_dim, v_dim)
+        gate = F.silu(self.gate_proj(x).to(v)).unflatten(-1, (-1, self.v_dim))
+        out = (self.norm(out.transpose(1, 2)) * gate).to(x.dtype)  # (B, T, H, v_dim)
+        out = self.o_proj(out.flatten(2))
+        cache.update(T, state, columns)
+        return out, (state, columns)
+
+
+# =============================================================================================
+# Indexed sparse attention (DeepSeek-V3.2)
+# =============================================================================================
+
+
+class IndexedCache:
+    """A KVCache of latents and one of index keys, which are as long. See IndexedSparseAttention."""
+
+    def __init__(self, max_len: int | None = None):
+        self.latent, self.index = KVCache(max_len), KVCache(max_len)
+
+    @property
+    def next_pos(self) -> int:
+        return self.latent.next_pos
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        return self.latent.append(k_new, v_new)
+
+    def append_index(self, keys: Tensor) -> Tensor:
+        """Put index keys [B, 1, T, index_dim] behind those of next_pos tokens; returns all."""
+        self.index.truncate(self.next_pos)  # what a forward that failed has left
+        return self.index.append(keys, keys[..., :0])[0]
+
+    def truncate(self, length: int) -> None:
+        self.latent.truncate(length)
+
+    def reset(self) -> None:
+        self.latent.reset()
+        self.index.reset()
+
+    def __copy__(self) -> "IndexedCache":
+        return copy.deepcopy(self)  # two caches must not write into one buffer
+
+
+class ChosenRows:
+    """A cache to one query: it takes what is appended, and gives back the rows [B, k] only."""
+
+    def __init__(self, cache: "IndexedCache", rows: Tensor):
+        self.cache, self.rows, self.next_pos = cache, rows, cache.next_pos
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        stored = self.cache.append(k_new, v_new)  # (B, 1, S, width) each
+        batch = torch.arange(len(k_new), device=k_new.device)[:, None]  # (B, 1)
+        k, v = (t[batch, 0, self.rows][:, None] for t in stored)  # (B, 1, k, width)
+        return k, v
+
+
+class IndexedSparseAttention(nn.Module):
+    """DeepSeek Sparse Attention: an indexer chooses top_k keys a query, and attn reads only those.
+
+    Lightning indexer of DeepSeek-V3.2 (arXiv:2512.02556), score of token s for query t
+    I_ts = sum_j w_tj ReLU(q_tj k_s): small heads q from the query latent, one key k a token and
+    weights w from x, signed and not normed. All heads of attn, a MultiHeadLatentAttention with a
+    query latent, share what is chosen. Versus attn alone: fewer rows are read, but index_dim more
+    numbers are cached a token, and the indexer still sees every key. Up to top_k tokens it is attn.
+
+    forward is attn's; kv_cache is an IndexedCache. The choice has no gradient: the indexer learns
+    from a loss on index_scores. One token without masks reads the chosen rows, otherwise a mask
+    hides the others.
+    """
+
+    def __init__(self, attn: nn.Module, *, n_index_heads: int, index_dim: int, top_k: int):
+        super().__init__()
+        require_value(int, n_index_heads=n_index_heads, top_k=top_k)
+        if getattr(attn, "q_rank", None) is None:
+            raise TypeError(f"attn must be latent attention with q_rank, got {type(attn).__name__}")
+        require_value(int, above=attn.rope_dim - 1, index_dim=index_dim)
+        self.attn, self.top_k, self.index_dim = attn, top_k, index_dim
+        self.index_q = nn.Linear(attn.q_rank, n_index_heads * index_dim, bias=False)
+        self.index_k = nn.Linear(attn.d_model, index_dim, bias=False)
+        self.index_norm = nn.LayerNorm(index_dim, eps=1e-6)
+        self.index_weight = nn.Linear(attn.d_model, n_index_heads, bias=False)
+        self.new_cache = IndexedCache  # what DecoderOnlyLM gives such a layer
+
+    def index_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, T, d] and table rows [T, r] to keys [B, 1, T, index_dim], first channels turned."""
+        return apply_rope(self.index_norm(self.index_k(x))[:, None], cos, sin)
+
+    def index_scores(self, x: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, T, S], in at least float32: what each key is worth to each query."""
+        q = self.index_q(self.attn.q_norm(self.attn.q_down(x)))
+        q = apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = q.flatten(1, 2).to(wide)  # (B, H_I*T, index_dim): keys are not copied out to heads
+        hits = F.relu(keys[:, 0].to(wide) @ rows.mT).mT  # (B, H_I*T, S)
+        hits = hits.unflatten(1, q.shape[1:3])  # (B, H_I, T, S)
+        weight = self.index_weight(x).to(wide).mT * (q.shape[1] * self.index_dim) ** -0.5
+        return (weight[..., None] * hits).sum(dim=1)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, causal: bool = False,
+                cos: Tensor | None = None, sin: Tensor | None = None,
+                kv_cache: "IndexedCache | None" = None,
+                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        keep, rows = require_indexed(self, x, mask, key_padding_mask, causal, cos, sin, kv_cache,
+                                     start_pos)  # fmt: skip
+        keys = self.index_keys(x, *rows)  # (B, 1, T, index_dim)
+        keys = keys if kv_cache is None else kv_cache.append_index(keys)  # (B, 1, S, index_dim)
+        at = {"cos": cos, "sin": sin, "start_pos": start_pos}
+        if keys.shape[2] <= self.top_k:  # every key is chosen
+            seen = {"mask": mask, "key_padding_mask": key_padding_mask, "causal": causal}
+            return self.attn(x, kv_cache=kv_cache, **seen, **at)
+        scores = self.index_scores(x, keys, *rows)  # (B, T, S)
+        if keep is not None:
+            scores = scores.masked_fill(~keep, -math.inf)
+        chosen = scores.topk(self.top_k, dim=-1).indices  # (B, T, top_k)
+        if x.shape[1] == 1 and keep is None:
+            return self.attn(x, kv_cache=ChosenRows(kv_cache, chosen[:, 0]), **at)
+        allowed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+        allowed = allowed if keep is None else allowed & keep  # a query may have fewer than top_k
+        return self.attn(x, mask=allowed, kv_cache=kv_cache, **at)
+
+
+# =============================================================================================
+# Hyper-connections (DeepSeek-V4)
+# =============================================================================================
+
+
+def sinkhorn(logits: Tensor, n_rounds: int = 20, eps: float = 1e-6) -> Tensor:
+    """Logits [..., n, n] to nearly doubly stochastic matrices: rows and columns sum to 1.
+
+    A softmax over rows, then columns and rows are divided by their sums in turn (Sinkhorn-Knopp).
+    It ends on columns, which are exact up to eps; rows come close with the rounds.
+    """
+    matrix = logits.softmax(dim=-1) + eps
+    for round in range(n_rounds):
+        if round:
+            matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
+    return matrix
+
+
+class HyperConnection(nn.Module):
+    """Several residual streams a token in place of one: X'_k = post_k f(h) + sum_j mix_jk X_j.
+
+    h = sum_i pre_i X_i. Manifold-constrained hyper-connections of DeepSeek-V4 (mHC,
+    arXiv:2512.24880), unconstrained before that in arXiv:2409.19606. Replaces the x + f(x) of one
+    sublayer, so twice in a block. pre in (0, 1), post in (0, 2) and mix are read from the normed
+    streams. mix is doubly stochastic (sinkhorn): a product of such matrices over any depth is one
+    too, and neither blows the streams up nor loses their mean. Sublayers stay d wide, and nothing
+    more is cached.
+
+    forward takes streams [B, T, n, d] and f, which maps [B, T, d] to as much: masks and caches are
+    f's own business. With scale 0 and equal streams each stream is the plain residual.
+    """
+
+    def __init__(self, d_model: int, n_streams: int = 4, *, n_rounds: int = 20, eps: float = 1e-6,
+                 norm_eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, n_rounds=n_rounds)
+        require_value(int, above=1, n_streams=n_streams)
+        require_value(float, eps=eps, norm_eps=norm_eps)
+        self.d_model, self.n_streams, self.n_rounds = d_model, n_streams, n_rounds
+        self.eps, self.norm_eps = eps, norm_eps
+        self.widths = n_streams, n_streams, n_streams**2  # of pre, post and mix
+        self.proj = nn.Linear(n_streams * d_model, sum(self.widths), bias=False)
+        self.scale = nn.Parameter(torch.full((3,), 0.01))  # how far the streams have a say
+        pre, post = torch.full((n_streams,), -math.log(n_streams - 1)), torch.zeros(n_streams)
+        mix = 4 * torch.eye(n_streams).flatten()  # 1/n of each stream in, 1 out, and few mixed
+        self.bias = nn.Parameter(torch.cat((pre, post, mix)))
+
+    def forward(self, streams: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+        shape = "B", "T", self.n_streams, self.d_model
+        B, T, _, _ = require_tensor("streams", streams, *shape, layer=self.proj)
+        pre, post, mix = self.weights(streams)
+        h = (pre[..., None] * streams).sum(dim=2).to(streams.dtype)  # (B, T, d)
+        out = f(h)
+        require_tensor("f(h)", out, B, T, self.d_model)
+        streams = mix.mT @ streams.to(mix) + post[..., None] * out[:, :, None]
+        return streams.to(out.dtype)  # (B, T, n, d)
+
+    def weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pre [B, T, n], post [B, T, n] and mix [B, T, n, n] (from, to), in at least float32."""
+        wide = streams.flatten(2).to(torch.promote_types(streams.dtype, torch.float32))
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)  # (B, T, n*d)
+        parts = self.proj(normed.to(streams.dtype)).to(wide).split(self.widths, dim=-1)
+        biases = self.bias.split(self.widths)
+        pre, post, mix = (a * part + b for a, part, b in zip(self.scale, parts, biases))
+        mix = sinkhorn(mix.unflatten(-1, (self.n_streams, -1)), self.n_rounds, self.eps)
+        return pre.sigmoid() + self.eps, 2 * post.sigmoid(), mix
+
+
+class StreamCollapse(nn.Module):
+    """sum_i pre_i X_i, [B, T, n, d] to [B, T, d]: DeepSeek-V4's last step before the final norm."""
+
+    def __init__(self, d_model: int, n_streams: int = 4, *, eps: float = 1e-6,
+                 norm_eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model)
+        require_value(int, above=1, n_streams=n_streams)
+        require_value(float, eps=eps, norm_eps=norm_eps)
+        self.d_model, self.n_streams, self.eps, self.norm_eps = d_model, n_streams, eps, norm_eps
+        self.proj = nn.Linear(n_streams * d_model, n_streams, bias=False)
+        self.scale = nn.Parameter(torch.full((1,), 0.01))
+        self.bias = nn.Parameter(torch.full((n_streams,), -math.log(n_streams - 1)))
+
+    def forward(self, streams: Tensor) -> Tensor:
+        shape = "B", "T", self.n_streams, self.d_model
+        require_tensor("streams", streams, *shape, layer=self.proj)
+        wide = streams.flatten(2).to(torch.promote_types(streams.dtype, torch.float32))
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)  # (B, T, n*d)
+        logits = self.scale * self.proj(normed.to(streams.dtype)).to(wide) + self.bias
+        pre = logits.sigmoid() + self.eps  # (B, T, n)
+        return (pre[..., None] * streams).sum(dim=2).to(streams.dtype)
+
+
+class HyperConnectedBlock(nn.Module):
+    """ModernDecoderBlock on several streams: its two residual additions are HyperConnections.
+
+    forward takes and returns streams [B, T, n, d]; x [B, T, d], in the first block of a stack, is
+    copied to all of them. In DecoderOnlyLM, final_norm becomes nn.Sequential(StreamCollapse(d, n),
+    final_norm).
+    """
+
+    def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
+                 d_ff: int = 256, *, n_streams: int = 4, attn: nn.Module | None = None,
+                 ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, above=1, n_streams=n_streams)
+        if attn is None:
+            attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
+        self.attn, self.ffn = attn, GatedFFN(d_model, d_ff) if ffn is None else ffn
+        self.d_model, self.n_streams = d_model, n_streams
+        self.norm1, self.norm2 = RMSNorm(d_model, eps), RMSNorm(d_model, eps)
+        self.attn_streams = HyperConnection(d_model, n_streams)
+        self.ffn_streams = HyperConnection(d_model, n_streams)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
+                key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
+                start_pos: int | None = None) -> Tensor:  # fmt: skip
+        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        if isinstance(x, Tensor) and x.dim() == 3:
+            x = x[:, :, None].expand(-1, -1, self.n_streams, -1)  # (B, T, n, d)
+        x = self.attn_streams(x, lambda h: self.attn(self.norm1(h), **seen, **at)[0])
+        return self.ffn_streams(x, lambda h: self.ffn(self.norm2(h)))
+
+
+# =============================================================================================
+# Argument checks
+# =============================================================================================
+
+
+def require_recurrent(
+    layer: "GatedDeltaNet",
+    x: Tensor,
+    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    causal: bool,
+    kv_cache: "DeltaNetState | None",
+    start_pos: int | None,
+) -> Tensor:
+    """Refuse what a recurrence cannot take; returns x with padding set to zero."""
+    B, T, _ = require_tensor("x", x, "B", "T", layer.d_model, layer=layer.q_proj)
+    if mask is not None or not causal:
+        came = f"causal={causal}" if mask is None else f"mask {getattr(mask, 'shape', mask)}"
+        raise ValueError(f"mask must be None and causal True for a recurrence, got {came}")
+    if kv_cache is not None and not isinstance(kv_cache, DeltaNetState):
+        raise TypeError(f"kv_cache must be a DeltaNetState, got {type(kv_cache).__name__}")
+    cached = 0 if kv_cache is None else kv_cache.next_pos
+    if start_pos is not None:
+        require_value(int, above=-1, start_pos=start_pos)
+        if kv_cache is not None and start_pos != cached:
+            raise ValueError(f"start_pos must be next_pos={cached}, got {start_pos}")
+    if key_padding_mask is None:
+        return x
+    require_tensor("key_padding_mask", key_padding_mask, B, cached + T, kind="bool")
+    return x.masked_fill(~key_padding_mask[:, cached:, None], 0)
+
+
+def require_indexed(
+    layer: "IndexedSparseAttention",
+    x: Tensor,
+    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    causal: bool,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kv_cache: "IndexedCache | None",
+    start_pos: int | None,
+) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+    """Refuse what does not fit, before the cache changes; returns what all masks allow, bool
+    [B, T, S] or None, and the table rows of x."""
+    B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.index_k)
+    if kv_cache is not None and not isinstance(kv_cache, IndexedCache):
+        raise TypeError(f"kv_cache must be an IndexedCache, got {type(kv_cache).__name__}")
+    start = MultiHeadAttention.start_position(start_pos, kv_cache)
+    S = T if kv_cache is None else start + T
+    rows = MultiHeadAttention.table_rows(cos, sin, start, T)
+    require_tensor("cos", rows[0], T, layer.attn.rope_dim)
+    keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, S)
+    if causal and T > 1:  # a single query comes last and sees all
+        positions = torch.arange(S, device=x.device)
+        past = build_causal_mask(positions[S - T :], positions)  # (T, S)
+        keep = past if keep is None else keep & past
+    return None if keep is None else keep.expand(B, 1, T, S)[:, 0], rows
+
+
+# =============================================================================================
+# What the proofs compare with: formulas in float64, one token and one head at a time
+# =============================================================================================
+
+
+def reference_sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def reference_silu(x: Tensor) -> Tensor:
+    return x * reference_sigmoid(x)
+
+
+def reference_gated(layer: OutputGatedAttention, x: Tensor, keep: Tensor, r: int) -> Tensor:
+    """Output-gated MultiHeadAttention that turns r channels, each head through its own columns."""
+    attn = layer.attn
+    q = tb.reference_norm(attn.q_norm, tb.reference_heads(x, attn.q_proj, attn.head_dim))
+    k = tb.reference_norm(attn.k_norm, tb.reference_heads(x, attn.k_proj, attn.head_dim))
+    v = tb.reference_heads(x, attn.v_proj, attn.head_dim)
+    heads = tb.reference_attention(tb.reference_turn(q, r), tb.reference_turn(k, r), v, keep)
+    gates = reference_sigmoid(tb.reference_heads(x, layer.gate_proj, attn.head_dim))
+    return tb.reference_output(heads * gates, layer.o_proj)
+
+
+def reference_delta_net(layer: GatedDeltaNet, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """One sample [T, d], and the state of each head: S = alpha (I - beta k k^T) S + beta k v^T."""
+    T, width, rows = len(x), len(layer.conv.weight), []
+    raw = torch.cat([x @ p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj)], dim=-1)
+    ahead = torch.cat((raw.new_zeros(width - 1, raw.shape[1]), raw))
+    mixed = [sum(layer.conv.weight[i] * ahead[t + i] for i in range(width)) for t in range(T)]
+    H, d_k, d_v = layer.n_v_heads, layer.k_dim, layer.v_dim
+    n_k = layer.q_proj.out_features // d_k
+    states = [x.new_zeros(d_k, d_v) for _ in range(H)]
+    for t in range(T):
+        q, k, v = reference_silu(mixed[t]).split((n_k * d_k, n_k * d_k, H * d_v))
+        gate, out = x[t] @ layer.gate_proj.weight.T, []
+        for h in range(H):
+            key = slice(h // (H // n_k) * d_k, h // (H // n_k) * d_k + d_k)
+            value = slice(h * d_v, h * d_v + d_v)
+            q_h, k_h = (part[key] / (part[key] @ part[key] + 1e-6) ** 0.5 for part in (q, k))
+            beta = reference_sigmoid(layer.beta_proj.weight[h] @ x[t])
+            step = layer.decay_proj.weight[h] @ x[t] + layer.dt_bias[h]
+            alpha = torch.exp(-torch.exp(layer.A_log[h]) * torch.log(1 + torch.exp(step)))
+            erase = torch.eye(d_k).to(x) - beta * torch.outer(k_h, k_h)
+            states[h] = alpha * erase @ states[h] + beta * torch.outer(k_h, v[value])
+            read = states[h].T @ q_h / d_k**0.5
+            out.append(tb.reference_norm(layer.norm, read) * reference_silu(gate[value]))
+        rows.append(torch.cat(out) @ layer.o_proj.weight.T)
+    return torch.stack(rows), states
+
+
+def reference_chosen(layer: IndexedSparseAttention, x: Tensor, keep: Tensor) -> Tensor:
+    """bool [B, T, S]: for each query the top_k allowed keys by a score summed head by head."""
+    attn, r = layer.attn, layer.attn.rope_dim
+    latent = tb.reference_norm(attn.q_norm, x @ attn.q_down.weight.T)
+    q = tb.reference_turn(tb.reference_heads(latent, layer.index_q, layer.index_dim), r)
+    k = tb.reference_norm(layer.index_norm, x @ layer.index_k.weight.T)
+    k, weight = tb.reference_turn(k, r), x @ layer.index_weight.weight.T
+    chosen = torch.zeros(keep.shape, dtype=torch.bool)
+    for b, t in itertools.product(*map(range, keep.shape[:2])):
+        scores = {
+            s: sum(weight[b, t, j] * max(q[b, j, t] @ k[b, s], 0) for j in range(q.shape[1])).item()
+            for s in range(keep.shape[2])
+            if keep[b, t, s]
+        }
+        for s in sorted(scores, key=scores.get, reverse=True)[: layer.top_k]:
+            chosen[b, t, s] = True
+    return chosen
+
+
+def reference_streams(layer: HyperConnection, streams: Tensor, f: Callable) -> Tensor:
+    """A HyperConnection token by token and stream by stream, from the raw weights."""
+    n, out = layer.n_streams, torch.empty_like(streams)
+    h, given = torch.empty_like(streams[:, :, 0]), {}
+    for b, t in itertools.product(*map(range, streams.shape[:2])):
+        z = streams[b, t].flatten()
+        z = layer.proj.weight.detach() @ z / ((z @ z) / len(z) + layer.norm_eps) ** 0.5
+        a, c = layer.scale.tolist(), layer.bias.detach()
+        pre = [reference_sigmoid(a[0] * z[i] + c[i]) + layer.eps for i in range(n)]
+        post = [2 * reference_sigmoid(a[1] * z[n + i] + c[n + i]) for i in range(n)]
+        cells = range(2 * n, 2 * n + n * n)
+        odds = [[math.exp(a[2] * z[i] + c[i]) for i in cells[j * n : j * n + n]] for j in range(n)]
+        mix = [[odd / sum(row) + layer.eps for odd in row] for row in odds]
+        for number in range(2 * layer.n_rounds - 1):  # columns, rows, columns, ...
+            lines = mix if number % 2 else [list(column) for column in zip(*mix)]
+            lines = [[cell / (sum(line) + layer.eps) for cell in line] for line in lines]
+            mix = lines if number % 2 else [list(row) for row in zip(*lines)]
+        h[b, t] = sum(pre[i] * streams[b, t, i] for i in range(n))
+        given[b, t] = post, mix
+    y = f(h)
+    for (b, t), (post, mix) in given.items():
+        for k in range(n):
+            mixed = sum(mix[j][k] * streams[b, t, j] for j in range(n))
+            out[b, t, k] = post[k] * y[b, t] + mixed
+    return out
+
+
+def check_chunks(layer: Callable, x: Tensor, cache: object, *splits: tuple[int, ...]) -> float:
+    """The largest difference between one pass over x [B, T, ...] and passes over parts of it."""
+    full, gaps = layer(x), []
+    for split in splits:
+        with torch.no_grad():
+            parts = [layer(part, kv_cache=cache) for part in x.split(split, dim=1)]
+        gaps.append(tb.check_gap(torch.cat(parts, dim=1), full))
+        cache.reset()
+    return max(gaps)
+
+
+def check_gradients(module: nn.Module, run: Callable, x: Tensor, *idle: str) -> bool:
+    """Gradients of run(x) against differences, for x and every parameter; all but idle get some."""
+    names, weights = zip(*module.named_parameters())
+    for weight in weights:
+        weight.grad = None
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        kept = dict(zip(names, weights))
+        with torch.nn.utils.stateless._reparametrize_module(module, kept):
+            return run(x)
+
+    run(x).square().sum().backward()
+    alive = {name for name, w in zip(names, weights) if w.grad is not None and w.grad.any()}
+    still = {name for name in names if name.startswith(idle)}
+    x = x.detach().requires_grad_()
+    right = torch.autograd.gradcheck(call, (x, *weights), fast_mode=True, raise_exception=False)
+    return right and alive == set(names) - still
+
+
+def check_refusals(*rows: tuple) -> bool:
+    """Each row: the error, the call, and words of its message."""
+    return all(tb.check_raises(error, call, *words) for error, call, *words in rows)
+
+
+# =============================================================================================
+# Proofs
+# =============================================================================================
+
+
+@tb.check_seeded(1)
+def demo_A01(_device: str = "cpu") -> tuple[bool, str]:
+    """Output-gated attention is its formula, drops into a block and decodes with a KVCache."""
+    cos, sin = tb.build_rope_cache(8, 4)
+    layer = OutputGatedAttention(MultiHeadAttention(12, 4, 2, head_dim=6, rope=True, qk_norm=True))
+    tb.check_randomized(layer)
+    x, padding = tb.check_draw(2, 5, 12), torch.ones(2, 5, dtype=torch.bool)
+    padding[1, :2] = False
+    keep = (tb.reference_causal(5) & padding[:, None])[:, None]
+    given = {"key_padding_mask": padding, "causal": True, "cos": cos, "sin": sin}
+    gap = tb.check_gap(layer(x, **given)[0], reference_gated(layer, x, keep, 4))
+    hand = OutputGatedAttention(MultiHeadAttention(2, 1)).double()
+    for part, rows in (
+        (hand.attn.v_proj, [[1.0, 0.0], [0.0, 1.0]]),
+        (hand.o_proj, [[1.0, 0.0], [0.0, 1.0]]),
+        (hand.gate_proj, [[0.0, 0.0], [0.0, -math.log(3)]]),
+    ):
+        part.weight.data = torch.tensor(rows, dtype=torch.float64)
+    gated = hand(torch.tensor([[[2.0, -1.0]]], dtype=torch.float64))[0].flatten().tolist()
+    block = tb.check_randomized(ModernDecoderBlock(12, d_ff=8, attn=layer))
+    cache = KVCache()
+    chunks = check_chunks(partial(block, cos=cos, sin=sin), x, cache, (2, 2, 1), (1,) * 5, (5,))
+    sizes = {"kv_rank": 6, "rope_dim": 4, "nope_dim": 3, "v_dim": 5}
+    latent = OutputGatedAttention(MultiHeadLatentAttention(12, 2, **sizes)).double()
+    tokens = partial(latent, causal=True, cos=cos, sin=sin)
+    loose = check_chunks(lambda x, **at: tokens(x, **at)[0], x, cache, (3, 1, 1))
+    block(x, cos, sin, kv_cache=cache)
+    return tb.check_claims(
+        f"gated attention vs its formula, GQA with padding, 4 of 6 channels turned: max|Δ|="
+        f"{gap:.2e}; by hand (2, -1) gated by σ(0, ln 3): ({gated[0]:.4f}, {gated[1]:.4f}) "
+        f"(expect 1.0, -0.75); in ModernDecoderBlock chunks vs one pass: max|Δ|={chunks:.2e}, "
+        f"around latent attention {loose:.2e}; cache holds {cache.k.shape[1]} heads of "
+        f"{cache.k.shape[3]} and nothing else",
+        formula=gap < 1e-11,
+        by_hand=abs(gated[0] - 1) + abs(gated[1] + 0.75) < 1e-12,
+        chunks=max(chunks, loose) < 1e-11,
+        cache=cache.k.shape == cache.v.shape == (2, 2, 5, 6),
+        gradients=check_gradients(layer, lambda x: layer(x, **given)[0], x),
+        empty=[
+            layer(x[:B, :T], causal=True, cos=cos, sin=sin)[0].shape for B, T in ((0, 5), (2, 0))
+        ]
+        == [(0, 5, 12), (2, 0, 12)],
+        refusals=check_refusals(
+            (TypeError, lambda: OutputGatedAttention(nn.Linear(2, 2)), "attn", "Linear"),
+            (TypeError, lambda: OutputGatedAttention(layer.attn), "attn", "o_proj"),
+            (ValueError, lambda: layer(x[..., :6], cos=cos, sin=sin), "x", 12),
+            (TypeError, lambda: layer(x.float(), cos=cos, sin=sin), "x", "float64", "float32"),
+            (ValueError, lambda: layer(x), "cos", None),
+        ),
+    )
+
+
+def check_delta_layer() -> GatedDeltaNet:
+    """Two key heads for four value heads, widths that all differ, and decays that are felt."""
+    layer = GatedDeltaNet(12, 2, 4, k_dim=3, v_dim=5, conv_width=3, chunk=4, norm_eps=1e-3)
+    return tb.check_randomized(layer)
+
+
+@tb.check_seeded(2)
+def demo_A02(_device: str = "cpu") -> tuple[bool, str]:
+    """Gated DeltaNet: recurrence, chunks and formula agree; a state of fixed size decodes."""
+    rows = [(1, 0, 4, 1, 1), (1, 0, 2, 0.5, 0.5), (0.6, 0.8, 1, 0.5, 1)]  # k, v, alpha, beta
+    told = torch.tensor(rows, dtype=torch.float64)[None, None]  # (1, 1, 3, 5)
+    k, v, decay, beta = told[..., :2], told[..., 2:3], told[..., 3].log(), told[..., 4]
+    zero = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
+    read, state = delta_rule_recurrent(k, k, v, decay, beta, zero)
+    by_hand = [*state.flatten().tolist(), read[0, 0, 2, 0].item()]
+    inputs = [tb.check_draw(2, 3, 11, width) for width in (4, 4, 5)]
+    inputs = [*inputs[:2], inputs[2], -tb.check_draw(2, 3, 11).exp(), tb.check_draw(2, 3, 11)]
+    inputs[1] = F.normalize(inputs[1], dim=-1)
+    inputs = *inputs[:4], inputs[4].sigmoid(), tb.check_draw(2, 3, 4, 5)
+    slow = delta_rule_recurrent(*inputs)
+    forms = [delta_rule_chunked(*inputs, chunk) for chunk in (1, 4, 64)]
+    gap = max(tb.check_gap(a, b) for form in forms for a, b in zip(form, slow))
+    long = [tb.check_draw(1, 1, 200, 2), F.normalize(tb.check_draw(1, 1, 200, 2), dim=-1)]
+    long = *long, tb.check_draw(1, 1, 200, 3), torch.full((1, 1, 200), -20.0).double()
+    long = *long, torch.ones(1, 1, 200).double(), torch.zeros(1, 1, 2, 3).double()
+    long[3].requires_grad_()
+    fast = delta_rule_chunked(*long)[0]  # e^(c_i) alone is e^-4000 here, and 1 / it infinite
+    fast.sum().backward()
+
+    layer, x = check_delta_layer(), tb.check_draw(2, 9, 12)
+    expected, states = zip(*(reference_delta_net(layer, row) for row in x))
+    out, (state, _) = layer(x)
+    formula = tb.check_gap(out, torch.stack(expected))
+    kept = tb.check_gap(state, torch.stack([torch.stack(heads) for heads in states]))
+    cache = layer.new_cache()
+    splits = (1,) * 9, (4, 1, 4), (2, 7), (3, 1, 1, 4)
+    chunks = check_chunks(lambda x, **at: layer(x, **at)[0], x, cache, *splits)
+    padded = torch.cat((torch.full((2, 3, 12), math.nan).to(x), x), dim=1)
+    real = torch.arange(12).expand(2, -1) >= 3
+    with torch.no_grad():
+        parts = [
+            layer(part, kv_cache=cache, key_padding_mask=real[:, :end])[0]
+            for part, end in zip(padded.split((2, 9, 1), dim=1), (2, 11, 12))
+        ]
+    left = tb.check_gap(torch.cat(parts, dim=1)[:, 3:], out)
+    sizes = []
+    for _ in range(2):
+        layer(x, kv_cache=cache)
+        tensors = [cache.state, cache.columns]
+        sizes.append(sum(t.untyped_storage().nbytes() for t in tensors))
+    blank, claims = tb.check_draw(2, 0, 12), check_delta_state(layer, x)
+    half = check_delta_layer().bfloat16()
+    return tb.check_claims(
+        f"delta rule by hand: state ({by_hand[0]:.2f}, {by_hand[1]:.2f}) (expect 1.24, 0.32), read "
+        f"{by_hand[2]:.2f} (expect 1.00); chunked vs recurrent: max|Δ|={gap:.2e}; layer vs its "
+        f"formula: max|Δ|={formula:.2e}; in any chunks vs one pass: max|Δ|={chunks:.2e}; left "
+        f"padding of NaN leaves {left:.2e}; state {sizes[0]} bytes after 21 tokens, {sizes[1]} "
+        f"after 30",
+        by_hand=max(abs(a - b) for a, b in zip(by_hand, (1.24, 0.32, 1.0))) < 1e-12,
+        forms=gap < 1e-11,
+        fading=tb.check_close(fast, delta_rule_recurrent(*long)[0])
+        and bool(long[3].grad.isfinite().all()),
+        formula=max(formula, kept) < 1e-11,
+        chunks=chunks < 1e-11,
+        padding=left < 1e-11,
+        fixed_size=sizes == [2 * (4 * 3 * 5 + 2 * 32) * 8] * 2,
+        gradients=check_gradients(layer, lambda x: layer(x)[0], x),
+        empty=layer(x[:0])[0].shape == (0, 9, 12)
+        and layer(blank)[0].shape == (2, 0, 12)
+        and not layer(blank)[1][0].any(),
+        half=half(x.bfloat16())[1][0].dtype == torch.float32,
+        start=bool((check_delta_layer().A_log.exp() > 0).all())
+        and 0.01 <= GatedDeltaNet(4, 2, 400, k_dim=1, v_dim=1).A_log.exp().min() < 0.5
+        and 15 < GatedDeltaNet(4, 2, 400, k_dim=1, v_dim=1).A_log.exp().max() <= 16,
+        **claims,
+    )
+
+
+def check_delta_state(layer: GatedDeltaNet, x: Tensor) -> dict[str, bool]:
+    """truncate of a state, and what the layer refuses, after which the state is what it was."""
+    cache, other = layer.new_cache(), layer.new_cache()
+    with torch.no_grad():
+        layer(x[:, :4], kv_cache=cache)
+        first = cache.state
+        layer(x[:, 4:6], kv_cache=cache)
+        cache.truncate(6)
+        middle = tb.check_raises(ValueError, lambda: cache.truncate(5), "length", 6, 4, 5)
+        held = cache.next_pos, cache.state
+        cache.truncate(4)
+        back = cache.next_pos == 4 and cache.state is first
+        again = layer(x[:, 4:], kv_cache=cache)[0]
+        cache.truncate(4)
+        once = tb.check_raises(ValueError, lambda: cache.truncate(2), "length", 2)
+        cache.truncate(0)
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    layer(x, kv_cache=other)
+    refused = check_refusals(
+        (ValueError, lambda: layer(x, mask=mask, kv_cache=other), "mask", "[9, 9]"),
+        (ValueError, lambda: layer(x, causal=False, kv_cache=other), "causal", False),
+        (TypeError, lambda: layer(x, kv_cache=KVCache()), "kv_cache", "DeltaNetState", "KVCache"),
+        (ValueError, lambda: layer(x[:1], kv_cache=other), "kv_cache", "[1, 4, 3, 5]"),
+        (ValueError, lambda: layer(x, kv_cache=other, start_pos=3), "start_pos", 9, 3),
+        (ValueError, lambda: layer(x, key_padding_mask=padding, kv_cache=other), "[2, 9]", 18),
+        (TypeError, lambda: layer(x, key_padding_mask=padding.long()), "key_padding_mask", "int64"),
+        (ValueError, lambda: layer(x[..., :7]), "x", 12, 7),
+        (TypeError, lambda: layer(x.float()), "x", "float64", "float32"),
+        (ValueError, lambda: GatedDeltaNet(12, 3, 4, k_dim=3, v_dim=5), "n_k_heads", 3, 4),
+        (ValueError, lambda: GatedDeltaNet(12, 2, 4, k_dim=0, v_dim=5), "k_dim", 0),
+        (TypeError, lambda: GatedDeltaNet(12, 2, 4, k_dim=3, v_dim=5.0), "v_dim", 5.0),
+        (ValueError, lambda: GatedDeltaNet(12, 2, 4, k_dim=3, v_dim=5, chunk=0), "chunk", 0),
+        (ValueError, lambda: other.truncate(-1), "length", -1),
+    )
+    return {
+        "truncate": middle and once and held[0] == 6 and held[1] is not first and back,
+        "truncate to 0": (cache.next_pos, cache.state, cache.columns) == (0, None, None),
+        "goes on from there": tb.check_close(again, layer(x)[0][:, 4:]),
+        "refusals": refused and other.next_pos == 9,
+    }
+
+
+def check_indexed_layer(top_k: int) -> IndexedSparseAttention:
+    sizes = {"kv_rank": 6, "rope_dim": 4, "nope_dim": 3, "v_dim": 5, "q_rank": 7}
+    attn = MultiHeadLatentAttention(12, 2, **sizes)
+    layer = IndexedSparseAttention(attn, n_index_heads=8, index_dim=6, top_k=top_k)
+    return tb.check_randomized(layer)
+
+
+@tb.check_seeded(3)
+def demo_A03(_device: str = "cpu") -> tuple[bool, str]:
+    """Indexed sparse attention reads the chosen keys only; with top_k >= length it is dense."""
+    cos, sin = tb.build_rope_cache(16, 4)
+    at, rows = {"cos": cos, "sin": sin}, (cos[:9], sin[:9])
+    layer, x = check_indexed_layer(top_k=3), tb.check_draw(2, 9, 12)
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, :4] = False
+    past = tb.reference_causal(9).expand(2, -1, -1)
+    chosen = reference_chosen(layer, x, past)
+    gap = tb.check_gap(
+        layer(x, causal=True, **at)[0], tb.reference_layer(layer.attn, x, chosen[:, None])[0]
+    )
+    padded = reference_chosen(layer, x, past & real[:, None])
+    expected = tb.reference_layer(layer.attn, x, padded[:, None])[0]
+    seen = {"causal": True, "key_padding_mask": real, **at}
+    left = tb.check_gap(layer(x, **seen)[0], expected)
+    masked = layer(x, mask=past & real[:, None], **at)[0]
+    around = reference_chosen(layer, x, torch.ones_like(past))
+    both_ways = tb.reference_layer(layer.attn, x, around[:, None])[0]
+    cache = layer.new_cache()
+    splits = (1,) * 9, (4, 1, 4), (2, 7), (6, 1, 1, 1)
+    run = partial(layer, causal=True, **at)
+    chunks = check_chunks(lambda x, **more: run(x, **more)[0], x, cache, *splits)
+    with torch.no_grad():
+        steps = []
+        for end in range(1, 10):
+            part = x[:, end - 1 : end]
+            steps.append(run(part, kv_cache=cache, key_padding_mask=real[:, :end])[0])
+        padded_steps = tb.check_gap(torch.cat(steps, dim=1), expected)
+        layer(x[:, :1], kv_cache=cache, **at)
+        one = layer(x[:, 1:2], kv_cache=cache, **at)[1][0].shape
+    wide = check_indexed_layer(top_k=9)
+    dense = tb.check_gap(wide(x, **seen)[0], wide.attn(x, **seen)[0])
+    q, weight = torch.eye(2, dtype=torch.float64), (1.0, 0.5)
+    keys = torch.tensor([[1, 1], [2, -3], [-1, 4], [0.5, 0]], dtype=torch.float64)
+    worth = check_index_by_hand(q, weight, keys)
+    per_token = sum(part.k.shape[3] + part.v.shape[3] for part in (cache.latent, cache.index))
+    idle = "index_q", "index_k", "index_norm", "index_weight"
+    below = [f"attn.{part}" for part in ("q_up", "kv_down", "kv_norm", "kv_up", "o_proj")]
+
+    def scores(x: Tensor) -> Tensor:
+        return layer.index_scores(x, layer.index_keys(x, *rows), *rows)
+
+    return tb.check_claims(
+        f"index scores by hand: {worth} (expect 1.5, 2.0, 2.0, 0.5); 3 of 9 keys a query vs a loop:"
+        f" max|Δ|={gap:.2e}, with padding {left:.2e}; in any chunks vs one pass: max|Δ|="
+        f"{chunks:.2e}; top_k=9 vs dense latent attention: max|Δ|={dense:.2e}; a token reads "
+        f"{one[2]} rows of {cache.next_pos}; cached a token: {per_token} numbers (latent 6, shared "
+        f"key 4, index key 6)",
+        by_hand=worth == [1.5, 2.0, 2.0, 0.5],
+        formula=max(gap, left, tb.check_gap(masked, expected)) < 1e-11,
+        both_ways=tb.check_close(layer(x, **at)[0], both_ways),
+        sparse=tb.check_gap(layer(x, causal=True, **at)[0], layer.attn(x, causal=True, **at)[0])
+        > 1e-3,
+        chunks=max(chunks, padded_steps) < 1e-11,
+        dense=dense == 0 and tb.check_gap(layer(x, **seen)[0], layer.attn(x, **seen)[0]) > 1e-3,
+        rows=one[2] == 3 and per_token == 16,
+        gradients=check_gradients(layer, lambda x: layer(x, **seen)[0], x, *idle),
+        index_learns=check_gradients(layer, scores, x, *below),
+        empty=[layer(x[:B, :T], **at)[0].shape for B, T in ((0, 9), (2, 0))]
+        == [(0, 9, 12), (2, 0, 12)],
+        **check_indexed_cache(layer, x, cos, sin),
+    )
+
+
+def check_index_by_hand(q: Tensor, weight: tuple[float, float], keys: Tensor) -> list[float]:
+    """Scores of four keys [4, 2] for one query of two index heads q [2, 2], without constants."""
+    attn = MultiHeadLatentAttention(2, 1, kv_rank=1, rope_dim=2, nope_dim=1, v_dim=1, q_rank=2)
+    layer = IndexedSparseAttention(attn, n_index_heads=2, index_dim=2, top_k=2).double()
+    attn.q_down, attn.q_norm = nn.Identity(), nn.Identity()
+    layer.index_q.weight.data = torch.stack((q.flatten(), torch.zeros(4).to(q)), dim=1)
+    layer.index_weight.weight.data = torch.tensor([[w, 0.0] for w in weight]).to(q)
+    x, still = torch.tensor([[[1.0, 0.0]]]).to(q), (torch.ones(1, 2), torch.zeros(1, 2))
+    scores = layer.index_scores(x, keys[None, None], *still)[0, 0] * (2 * 2) ** 0.5
+    return [round(score, 12) for score in scores.tolist()]
+
+
+def check_indexed_cache(
+    layer: IndexedSparseAttention, x: Tensor, cos: Tensor, sin: Tensor
+) -> dict[str, bool]:
+    """The two caches stay one length through truncate, copies, failures and refusals."""
+    at, cache = {"cos": cos, "sin": sin, "causal": True}, layer.new_cache()
+    full, padding = layer(x, **at)[0], torch.ones(2, 9, dtype=torch.bool)
+    with torch.no_grad():
+        layer(x[:, :6], kv_cache=cache, **at)
+        cache.truncate(4)
+        again = layer(x[:, 4:], kv_cache=cache, **at)[0]
+        cache.truncate(4)
+        twin = copy.copy(cache)
+        layer(x[:, 5:], kv_cache=twin, **at)
+        copied = (twin.next_pos, cache.next_pos) == (8, 4)
+        broken = []
+        for name in ("q_up", "o_proj"):  # ahead of what attn caches, and behind it
+            part = getattr(layer.attn, name)
+            setattr(layer.attn, name, None)
+            broken += [tb.check_raises(TypeError, lambda: layer(x[:, 5:6], kv_cache=cache, **at))]
+            setattr(layer.attn, name, part)
+            cache.truncate(4)
+        after = layer(x[:, 4:], kv_cache=cache, **at)[0]
+    refused = check_refusals(
+        (TypeError, lambda: layer(x, kv_cache=KVCache(), **at), "kv_cache", "IndexedCache"),
+        (ValueError, lambda: layer(x, kv_cache=cache, start_pos=3, **at), "start_pos", 9, 3),
+        (ValueError, lambda: layer(x, mask=padding, **at), "mask", "[2, 9]"),
+        (ValueError, lambda: layer(x, key_padding_mask=padding, kv_cache=cache, **at), "cos", 16),
+        (ValueError, lambda: layer(x[:, :2], key_padding_mask=padding, kv_cache=cache, **at), 11),
+        (ValueError, lambda: layer(x, cos=cos[:, :2], sin=sin[:, :2]), "cos", 4, 2),
+        (ValueError, lambda: layer(x), "cos", None),
+        (ValueError, lambda: layer(x[..., :7], **at), "x", 12, 7),
+        (TypeError, lambda: layer(x.float(), **at), "x", "float64", "float32"),
+        (
+            TypeError,
+            lambda: IndexedSparseAttention(
+                MultiHeadAttention(4, 2), n_index_heads=2, index_dim=2, top_k=2
+            ),
+            *("attn", "q_rank", "MultiHeadAttention"),
+        ),
+        (
+            ValueError,
+            lambda: IndexedSparseAttention(layer.attn, n_index_heads=2, index_dim=3, top_k=2),
+            *("index_dim", 3),
+        ),
+        (
+            ValueError,
+            lambda: IndexedSparseAttention(layer.attn, n_index_heads=2, index_dim=4, top_k=0),
+            *("top_k", 0),
+        ),
+    )
+    return {
+        "truncate": tb.check_close(again, full[:, 4:]),
+        "copies": copied,
+        "after a failure": all(broken) and tb.check_close(after, full[:, 4:]),
+        "refusals": refused and cache.next_pos == cache.index.next_pos == 9,
+    }
+
+
+@tb.check_seeded(4)
+def demo_A04(_device: str = "cpu") -> tuple[bool, str]:
+    """Hyper-connections mix streams doubly stochastically; in the neutral setting: x + f(x)."""
+    odds = torch.tensor([[math.log(3), 0.0], [0.0, 0.0]], dtype=torch.float64)
+    once, limit = sinkhorn(odds, 1, 1e-12), sinkhorn(odds, 50, 1e-12)
+    wild = sinkhorn(tb.check_draw(50, 4, 4))
+    columns, rows = (tb.check_gap(wild.sum(dim), torch.ones(50, 4)) for dim in (-2, -1))
+    layer = tb.check_randomized(HyperConnection(6, 3, n_rounds=3, eps=0.01, norm_eps=0.1))
+    streams = tb.check_draw(2, 4, 3, 6)
+    gap = tb.check_gap(layer(streams, torch.cos), reference_streams(layer, streams, torch.cos))
+
+    cos, sin = tb.build_rope_cache(8, 4)
+    plain = tb.check_randomized(ModernDecoderBlock(8, 2, 1, 12))
+    block = HyperConnectedBlock(8, 2, 1, 12, attn=plain.attn, ffn=plain.ffn).double()
+    block.norm1, block.norm2 = plain.norm1, plain.norm2
+    connections = block.attn_streams, block.ffn_streams
+    x = tb.check_draw(2, 5, 8)
+    started = tb.check_gap(block(x, cos, sin).mean(2), plain(x, cos, sin))
+    for connection in connections:
+        connection.eps = 1e-14
+        nn.init.zeros_(connection.scale)
+    expected = plain(x, cos, sin)[:, :, None].expand(-1, -1, 4, -1)
+    neutral = tb.check_gap(block(x, cos, sin), expected)
+    collapse = StreamCollapse(8, 4, eps=1e-14).double()
+    nn.init.zeros_(collapse.scale)
+    collapsed = tb.check_gap(collapse(block(x, cos, sin)), plain(x, cos, sin))
+
+    for connection in connections:
+        nn.init.normal_(connection.scale)
+        nn.init.normal_(connection.bias)
+    streams_8 = tb.check_draw(2, 5, 4, 8)
+    run = partial(block, cos=cos, sin=sin)
+    chunks = check_chunks(run, streams_8, KVCache(), (2, 2, 1), (1,) * 5, (5,))
+    real = torch.tensor([[True] * 5, [False] * 2 + [True] * 3])
+    alone = run(streams_8[1:, 2:], start_pos=2)
+    padded = tb.check_gap(run(streams_8, key_padding_mask=real)[1:, 2:], alone)
+    head = tb.check_randomized(StreamCollapse(6, 3, eps=0.01, norm_eps=0.1))
+    z = streams.flatten(2)
+    z = z / (z.square().mean(-1, keepdim=True) + 0.1).sqrt() @ head.proj.weight.T
+    pre = reference_sigmoid(head.scale * z + head.bias) + 0.01
+    summed = sum(pre[..., i, None] * streams[:, :, i] for i in range(3))
+    return tb.check_claims(
+        f"Sinkhorn of [[.75, .25], [.5, .5]]: first {once[0, 0]:.4f}, {once[0, 1]:.4f} (expect "
+        f"0.6000, 0.3333), in the end {limit[0, 0]:.4f} (expect 0.6340); 50 random 4x4: columns "
+        f"off by {columns:.1e}, rows by {rows:.1e}; connection vs its formula: max|Δ|={gap:.2e}; "
+        f"neutral block vs ModernDecoderBlock: max|Δ|={neutral:.2e} (as started {started:.2e}); "
+        f"random block in chunks vs one pass: max|Δ|={chunks:.2e}",
+        sinkhorn=abs(once[0, 0] - 0.6) + abs(once[0, 1] - 1 / 3) < 1e-9
+        and abs(limit[0, 0] - 3**0.5 / (1 + 3**0.5)) < 1e-6,
+        doubly_stochastic=columns < 1e-5 and rows < 1e-2 and bool((wild > 0).all()),
+        formula=gap < 1e-11,
+        neutral=neutral < 1e-11 and collapsed < 1e-7 and started < 0.1,
+        collapse=tb.check_close(head(streams), summed),
+        chunks=chunks < 1e-11 and padded < 1e-11,
+        gradients=check_gradients(layer, lambda x: layer(x, torch.cos), streams)
+        and check_gradients(head, head, streams)
+        and check_gradients(block, run, streams_8),
+        empty=[layer(streams[:B, :T], torch.cos).shape for B, T in ((0, 4), (2, 0))]
+        == [(0, 4, 3, 6), (2, 0, 3, 6)],
+        half=HyperConnection(6, 3).bfloat16()(streams.bfloat16(), torch.cos).dtype
+        == torch.bfloat16,
+        refusals=check_refusals(
+            (ValueError, lambda: layer(streams[:, :, :2], torch.cos), "streams", 3, "[2, 4, 2, 6]"),
+            (TypeError, lambda: layer(streams.float(), torch.cos), "streams", "float64"),
+            (ValueError, lambda: layer(streams, lambda h: h[:1]), "f(h)", "[1, 4, 6]"),
+            (TypeError, lambda: layer(streams, lambda h: (h, None)), "f(h)", "tuple"),
+            (ValueError, lambda: HyperConnection(6, 1), "n_streams", 1),
+            (TypeError, lambda: HyperConnection(6, 2.0), "n_streams", 2.0),
+            (ValueError, lambda: HyperConnection(6, n_rounds=0), "n_rounds", 0),
+            (ValueError, lambda: HyperConnection(6, eps=0.0), "eps", 0.0),
+            (ValueError, lambda: StreamCollapse(6, 1), "n_streams", 1),
+            (ValueError, lambda: head(streams[..., :5]), "streams", 6, 5),
+            (ValueError, lambda: block(streams, cos, sin), "streams", "[2, 4, 3, 6]"),
+            (ValueError, lambda: HyperConnectedBlock(8, 2, n_streams=1), "n_streams", 1),
+        ),
+    )
+
+
+@tb.check_seeded(5)
+def demo_A05(_device: str = "cpu") -> tuple[bool, str]:
+    """Three DeltaNet layers and one attention layer generate through DecoderOnlyLM."""
+
+    def make_block(layer: int) -> nn.Module:
+        if layer % 4 == 3:
+            attn = MultiHeadAttention(16, 4, 2, head_dim=8, rope=True, qk_norm=True)
+            return ModernDecoderBlock(16, d_ff=12, attn=OutputGatedAttention(attn))
+        delta = GatedDeltaNet(16, 2, 4, k_dim=4, v_dim=4, chunk=4)
+        return ModernDecoderBlock(16, d_ff=12, attn=delta)
+
+    lm = tb.DecoderOnlyLM(13, 16, 4, rope_dim=4, make_block=make_block, max_len=32).double()
+    prompts = torch.tensor([[1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 6, 9, 2]])
+    tokens = lm.generate(prompts, 8, key_padding_mask=prompts > 0)
+    said = []
+    for row, start in ((tokens[:1], 0), (tokens[1:, 4:], 4)):
+        logits = lm(row[:, :-1])  # one pass, without a cache and without what stands in front
+        said.append(logits[:, 6 - start :].argmax(-1))
+    same = torch.equal(torch.cat(said), tokens[:, 7:])
+    caches = lm.new_caches()
+    kinds = [type(cache).__name__ for cache in caches]
+    with torch.no_grad():
+        full, start = lm(tokens[:1]), lm(tokens[:1, :9], kv_caches=caches)
+        ffn, lm.blocks[3].ffn = lm.blocks[3].ffn, None  # the last layer fails behind its attention
+        failed = tb.check_raises(TypeError, lambda: lm(tokens[:1, 9:], kv_caches=caches))
+        lm.blocks[3].ffn = ffn
+        taken_back = [cache.next_pos for cache in caches] == [9] * 4
+        rest = lm(tokens[:1, 9:], kv_caches=caches)
+    gap = tb.check_gap(torch.cat((start, rest), dim=1), full)
+
+    streams = tb.DecoderOnlyLM(
+        *(13, 16, 2, 2, 1, 12), make_block=lambda _: HyperConnectedBlock(16, 2, 1, 12)
+    ).double()
+    streams.final_norm = nn.Sequential(StreamCollapse(16).double(), streams.final_norm)
+    wide = streams.generate(prompts[:1], 4)
+    wide_same = torch.equal(streams(wide[:, :-1])[:, 6:].argmax(-1), wide[:, 7:])
+    return tb.check_claims(
+        f"hybrid of {kinds.count('DeltaNetState')} DeltaNet layers and {kinds.count('KVCache')} "
+        f"gated attention: 8 greedy tokens, a left-padded row among them, equal recomputation "
+        f"without cache and padding: {same}; after a failed forward all layers go on from where "
+        f"they were: {taken_back}, max|Δ|={gap:.2e}; a stack on four streams generates too: "
+        f"{wide_same}",
+        generates=same and len(set(tokens[:, 7:].flatten().tolist())) > 2,
+        kinds=kinds == ["DeltaNetState"] * 3 + ["KVCache"],
+        failure=failed and taken_back and gap < 1e-11,
+        streams=wide_same,
+    )
+
+
+# =============================================================================================
+# Command line
+# =============================================================================================
+
+
+def main_demos() -> dict[str, Callable]:
+    return {name[5:]: f for name, f in globals().items() if name.startswith("demo_A")}
+
+
+def main_definitions(module: types.ModuleType) -> tuple[dict[str, tuple[str, ast.AST]], list]:
+    """Text and syntax tree of a module's definitions and methods by name; and its imports."""
+    source = inspect.getsource(module)
+    lines, definitions, imports = source.splitlines(), {}, []
+    for node in ast.parse(source).body:
+        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
+            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
+                name = part.name if part is node else f"{node.name}.{part.name}"
+                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
+                text = textwrap.dedent("\n".join(lines[start - 1 : part.end_lineno]))
+                definitions[name] = text, part
+    return definitions, imports
+
+
+def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
+    """The named definitions with all they need, those of transformer_block.py first."""
+    (below, imports), (own, more) = map(main_definitions, (tb, sys.modules[__name__]))
+    helpers = "demo_", "check_", "reference_", "main"
+    known = {name.lower(): name for name in own if not name.startswith(helpers)}
+    for name in names:
+        if name.lower() not in known:
+            near = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
+            hints = [known[word] for word in near] or [n for n in known.values() if "." not in n]
+            parser.error(f"unknown name {name}; nearest or known: {', '.join(hints)}")
+    asked = [known[name.lower()] for name in names]
+    definitions = below | own
+
+    def used(name: str) -> set[str]:
+        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
+
+    needed, queue = set(), [name for name in asked if "." not in name]
+    while queue:
+        name = queue.pop()
+        if name not in needed:
+            needed.add(name)
+            queue += used(name) & definitions.keys()
+    words, header = set().union(*map(used, needed)), {}
+    for node in imports + [n for n in more if getattr(n, "module", "") != tb.__name__]:
+        for alias in node.names:
+            if (alias.asname or alias.name.partition(".")[0]) in words:
+                whole = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+                source = getattr(node, "module", None)
+                line = header.setdefault(f"from {source} import" if source else whole, set())
+                line.update({alias.name} if source else ())
+    lines = [" ".join([start, ", ".join(sorted(names))]).strip() for start, names in header.items()]
+    chosen = [n for n in definitions if n in needed] + [n for n in asked if "." in n]
+    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
+    return "\n\n\n".join((["\n".join(lines)] if lines else []) + texts) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="after_2025.py", description="The operators of 2025 and 2026, small and proved."
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="proofs to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="a line for each proof")
+    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    options, demos = parser.parse_args(argv), main_demos()
+    ids = [name.upper() for name in options.ids]
+    for name in ids:
+        if name not in demos:
+            parser.error(f"unknown proof {name}; known: {', '.join(demos)}")
+    try:
+        if options.list:
+            print("\n".join(f"{name}  {demo.__doc__}" for name, demo in demos.items()), flush=True)
+            return 0
+        if options.show:
+            print(main_source(parser, options.show), end="", flush=True)
+            return 0
+        closing = "" if ids else "all operators of 2025 and 2026 proved ✓"
+        return tb.main_run({name: demos[name] for name in ids or demos}, "cpu", closing)
+    except BrokenPipeError:  # the reader has gone, as in `… | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1170 @@
+"""The recipe table of the notes as code: each model composed of the script's classes.
+
+    python3 code/recipes.py                  layers, width, parameters, active, cache of a token
+    python3 code/recipes.py "Mixtral 8x7B"   how it is composed, what each part holds and costs
+    python3 code/recipes.py --markdown       the recipe tables of the notes (§8.1)
+
+RECIPES["Mixtral 8x7B"].build() is the model at its real size; under torch.device("meta") it takes
+no memory. These are the functions, not the files: released weights load after a conversion. Gemma
+stores a norm's weight as its difference from 1, and where the table says adjacent, the rows of
+the rotated channels are permuted to halves.
+"""
+
+import argparse
+import collections
+import dataclasses
+import difflib
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+import transformer_block as tb
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+tanh_gelu = partial(F.gelu, approximate="tanh")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of a checkpoint. d_ff is that of its dense layers; max_len the rows of the tables."""
+
+    n_layers: int
+    d_model: int
+    n_q_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int
+    eps: float = 1e-5
+    base: float = 10000.0
+    tied: bool = False
+    max_len: int = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A row: compose(sizes, **parts) is the model; stated are cells that no composition shows.
+
+    published are the total and active parameters that source prints, both with all tables.
+    """
+
+    compose: Callable[..., nn.Module]
+    sizes: Sizes
+    parts: dict[str, object]
+    published: tuple[float, float | None]
+    source: str
+    stated: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        return self.compose(self.sizes, **self.parts)
+
+
+# =============================================================================================
+# Parts that the script does not have
+# =============================================================================================
+
+
+class LearnedPositionLM(nn.Module):
+    """The shell of GPT-2: a learned vector for each position is added to the embedding."""
+
+    def __init__(self, s: Sizes, make_block: Callable[[int], nn.Module]):
+        super().__init__()
+        self.embedding = nn.Embedding(s.vocab_size, s.d_model)
+        self.positions = nn.Embedding(s.max_len, s.d_model)
+        self.blocks = nn.ModuleList(make_block(layer) for layer in range(s.n_layers))
+        self.windows = [None] * s.n_layers
+        self.final_norm = nn.LayerNorm(s.d_model, s.eps)
+        self.lm_head = None  # tied
+
+    def forward(self, ids: Tensor, *, kv_caches: list[tb.KVCache] | None = None,
+                key_padding_mask: Tensor | None = None) -> Tensor:  # fmt: skip
+        start = 0 if kv_caches is None else kv_caches[0].next_pos
+        at = torch.arange(start, start + ids.shape[1], device=ids.device)
+        x = self.embedding(ids) + self.positions(at)
+        for layer, block in enumerate(self.blocks):
+            own = None if kv_caches is None else kv_caches[layer]
+            x = block(x, key_padding_mask=key_padding_mask, kv_cache=own)
+        return F.linear(self.final_norm(x), self.embedding.weight)
+
+
+class ScaledLayerNorm(nn.LayerNorm):
+    """A final LayerNorm without bias times a constant, which so multiplies the logits."""
+
+    def __init__(self, d_model: int, eps: float, factor: float):
+        super().__init__(d_model, eps, bias=False)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * super().forward(x)
+
+
+def key_positions(k: Tensor, keep: Tensor | None) -> Tensor:
+    """Positions [S], or [B, 1, S] where rows differ, counted from the end of left padding: the
+    first key that any query may attend to is at 0."""
+    at = torch.arange(k.shape[2], device=k.device)
+    if keep is None:
+        return at
+    padding = keep.any(dim=-2).cumsum(dim=-1) == 0
+    return at - padding.sum(dim=-1, keepdim=True)
+
+
+def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
+                     chunk: int, **options) -> Tensor:  # fmt: skip
+    """attend to keys of the query's own chunk only (Llama-4): blocks, not a sliding window."""
+    number = key_positions(k, keep).div(chunk, rounding_mode="floor")
+    same = number[..., k.shape[2] - q.shape[2] :, None] == number[..., None, :]  # (…, T, S)
+    return tb.attend(q, k, v, same if keep is None else keep & same, **options)
+
+
+def attend_tempered(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
+                    floor_scale: int, rate: float = 0.1, **options) -> Tensor:  # fmt: skip
+    """attend with queries that grow as 1 + rate * ln(1 + floor((position + 1) / floor_scale)):
+    Llama-4's layers without positions, whose softmax would flatten over long contexts."""
+    at = key_positions(k, keep)[..., k.shape[2] - q.shape[2] :, None]  # (…, T, 1)
+    steps = (at + 1).clamp(min=0).div(floor_scale, rounding_mode="floor")
+    return tb.attend(q * (1 + rate * steps.double().log1p()).to(q.dtype), k, v, keep, **options)
+
+
+def own_tables(attn: nn.Module, cos: Tensor, sin: Tensor) -> nn.Module:
+    """The attention, turning by tables of its own instead of the shell's."""
+
+    def replaced(_attn: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
+        return args, options | {"cos": cos, "sin": sin}
+
+    attn.register_forward_pre_hook(replaced, with_kwargs=True)
+    return attn
+
+
+def rope_tables(frequencies: Tensor, max_len: int, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(cos, sin), [max_len, r] float32, of r/2 frequencies in radians a position."""
+    angles = torch.outer(torch.arange(max_len, device="cpu"), frequencies).repeat(1, 2)
+    return (gain * angles.cos()).float(), (gain * angles.sin()).float()
+
+
+def rope_frequencies(width: int, base: float) -> Tensor:
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
+    return base**-exponents
+
+
+def linear_tables(max_len: int, width: int, base: float, *, factor: float = 1.0):
+    """Positions divided by factor (position interpolation)."""
+    return rope_tables(rope_frequencies(width, base) / factor, max_len)
+
+
+def llama3_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 8192,
+                  low: float = 1.0, high: float = 4.0):  # fmt: skip
+    """Llama-3.1: channels that turn less than low times in old_len are slowed by factor, those
+    that turn more than high times are not, between them linearly in the number of turns."""
+    frequencies = rope_frequencies(width, base)
+    kept = ((old_len * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return rope_tables(frequencies * (kept + (1 - kept) / factor), max_len)
+
+
+def yarn_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 4096,
+                fast: float = 32.0, slow: float = 1.0, rounded: bool = True,
+                gain: float = 1.0):  # fmt: skip
+    """YaRN (arXiv:2309.00071 §3) as released: linear in the pair's index between those that turn
+    fast and slow times in old_len, their indices rounded outwards or not; tables times gain."""
+
+    def index(turns: float) -> float:
+        return width * math.log(old_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = index(fast), index(slow)
+    if rounded:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
+    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
+    return rope_tables(
+        rope_frequencies(width, base) * (1 - slowed + slowed / factor), max_len, gain
+    )
+
+
+def yarn_gain(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1
+
+
+# =============================================================================================
+# Attentions and FFNs of a layer: part(sizes, layer)
+# =============================================================================================
+
+
+def attention(s: Sizes, _layer: int, **options) -> tb.MultiHeadAttention:
+    options = {"head_dim": s.head_dim, "rope": True, "norm_eps": s.eps} | options
+    return tb.MultiHeadAttention(s.d_model, s.n_q_heads, s.n_kv_heads, **options)
+
+
+def stretched(s: Sizes, layer: int, *, tables: Callable, attn: Callable = attention) -> nn.Module:
+    """An attention whose tables are made for a longer context."""
+    return own_tables(attn(s, layer), *tables(s.max_len, s.head_dim, s.base))
+
+
+def gemma3_attention(s: Sizes, layer: int, *, scale: float, full_every: int, full_base: float,
+                     factor: float = 1.0) -> nn.Module:  # fmt: skip
+    """Full layers turn by a larger base, and with the positions divided by factor."""
+    attn = attention(s, layer, qk_norm=True, scale=scale)
+    if (layer + 1) % full_every:
+        return attn
+    return own_tables(attn, *linear_tables(s.max_len, s.head_dim, full_base, factor=factor))
+
+
+def olmo2_attention(s: Sizes, layer: int) -> nn.Module:
+    """q and k are normed over all heads together, before they are split."""
+    attn = attention(s, layer)
+    for name, heads in (("q_proj", s.n_q_heads), ("k_proj", s.n_kv_heads)):
+        norm = tb.RMSNorm(heads * s.head_dim, s.eps)
+        setattr(attn, name, nn.Sequential(getattr(attn, name), norm))
+    return attn
+
+
+def llama4_attention(s: Sizes, layer: int, *, normed: bool, tables: Callable, chunk: int = 8192,
+                     floor_scale: int = 8192) -> nn.Module:  # fmt: skip
+    """Three layers rotate and see their chunk, the fourth has no positions and sees everything.
+
+    Scout norms q and k without a weight, after the rotation; a rotation keeps the length, so that
+    norming before it is the same function.
+    """
+    if (layer + 1) % 4 == 0:
+        tempered = partial(attend_tempered, floor_scale=floor_scale)
+        return attention(s, layer, rope=False, attend=tempered)
+    attn = attention(s, layer, attend=partial(attend_in_chunks, chunk=chunk))
+    if normed:
+        for name in ("q_norm", "k_norm"):
+            setattr(attn, name, nn.RMSNorm(s.head_dim, s.eps, elementwise_affine=False))
+    return own_tables(attn, *tables(s.max_len, s.head_dim, s.base))
+
+
+def gpt_oss_attention(s: Sizes, layer: int, *, tables: Callable) -> nn.Module:
+    attn = attention(s, layer, bias=True, attend=tb.SinkAttention(s.n_q_heads))
+    return own_tables(attn, *tables(s.max_len, s.head_dim, s.base))
+
+
+def latent_attention(s: Sizes, _layer: int, *, kv_rank: int, q_rank: int | None, nope_dim: int,
+                     rope_dim: int, v_dim: int, tables: Callable,
+                     score_gain: float = 1.0) -> nn.Module:  # fmt: skip
+    """Scores are multiplied by score_gain, which a stretch by YaRN asks for."""
+    attn = tb.MultiHeadLatentAttention(
+        s.d_model, s.n_q_heads, kv_rank=kv_rank, rope_dim=rope_dim, nope_dim=nope_dim,
+        v_dim=v_dim, q_rank=q_rank,
+    )  # fmt: skip
+    attn.scale *= score_gain
+    return own_tables(attn, *tables(s.max_len, rope_dim, s.base))
+
+
+def swiglu(s: Sizes, _layer: int) -> nn.Module:
+    return tb.GatedFFN(s.d_model, s.d_ff)
+
+
+def geglu(s: Sizes, _layer: int) -> nn.Module:
+    return tb.GatedFFN(s.d_model, s.d_ff, tanh_gelu)
+
+
+def some_experts(s: Sizes, layer: int, *, sparse: Callable[[int], bool],
+                 experts: Callable) -> nn.Module:  # fmt: skip
+    """Experts in the layers that are sparse, a dense SwiGLU in the others."""
+    return (experts if sparse(layer) else swiglu)(s, layer)
+
+
+def softmax_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
+                    n_shared: int = 0, **routing) -> nn.Module:  # fmt: skip
+    """Mixtral, Qwen3, DeepSeek-V2; n_shared experts are one FFN of n_shared times the width."""
+    shared = tb.GatedFFN(s.d_model, n_shared * width) if n_shared else None
+    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
+    router = tb.SoftmaxRouter(s.d_model, n_experts, top_k, **routing)
+    return tb.MixtureFFN(router, experts, shared)
+
+
+def sigmoid_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
+                    **routing) -> nn.Module:  # fmt: skip
+    """DeepSeek-V3."""
+    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
+    router = tb.SigmoidRouter(s.d_model, n_experts, top_k, **routing)
+    return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width))
+
+
+def llama4_experts(s: Sizes, _layer: int, *, n_experts: int, width: int) -> nn.Module:
+    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
+    options = {"renormalise": False, "selection_bias": False}
+    router = tb.SigmoidRouter(s.d_model, n_experts, 1, **options)
+    return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width), weigh_input=True)
+
+
+def gpt_oss_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
+                    limit: float = 7.0) -> nn.Module:  # fmt: skip
+    experts = (tb.ClampedGatedFFN(s.d_model, s.d_ff, limit=limit) for _ in range(n_experts))
+    return tb.MixtureFFN(tb.SoftmaxRouter(s.d_model, n_experts, top_k, bias=True), experts)
+
+
+# =============================================================================================
+# Models: compose(sizes, **parts)
+# =============================================================================================
+
+
+def stack(s: Sizes, make_block: Callable[[int], nn.Module], **options) -> tb.DecoderOnlyLM:
+    options = {"tie_embeddings": s.tied, "max_len": s.max_len, "rope_base": s.base} | options
+    heads = s.n_q_heads, s.n_kv_heads, s.d_ff
+    options |= {"make_block": make_block, "eps": s.eps}
+    return tb.DecoderOnlyLM(s.vocab_size, s.d_model, s.n_layers, *heads, **options)
+
+
+def with_parts(module: nn.Module, **parts: nn.Module) -> nn.Module:
+    """The module with these submodules in place of its own."""
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def serial(s: Sizes, *, attn: Callable = attention, ffn: Callable = swiglu,
+           **shell) -> nn.Module:  # fmt: skip
+    """Pre-norm: Llama and most after it."""
+    return stack(
+        s,
+        lambda layer: tb.ModernDecoderBlock(
+            s.d_model, attn=attn(s, layer), ffn=ffn(s, layer), eps=s.eps
+        ),
+        **shell,
+    )
+
+
+def local_global(s: Sizes, window: int, full_every: int) -> list[int | None]:
+    """Every full_every-th layer sees everything, the others a window."""
+    return [window if (layer + 1) % full_every else None for layer in range(s.n_layers)]
+
+
+def gpt2(s: Sizes) -> nn.Module:
+    return LearnedPositionLM(
+        s,
+        lambda _: tb.GPT2StyleDecoderLayer(
+            s.d_model, s.n_q_heads, s.d_ff, act=tanh_gelu, eps=s.eps
+        ),
+    )
+
+
+def parallel(s: Sizes, *, attn: Callable, ffn: Callable, shared_norm: bool, rope_dim: int,
+             head_bias: bool = False) -> nn.Module:  # fmt: skip
+    """Both branches read the stream: GPT-J, GPT-NeoX, Phi-2, Falcon."""
+    model = stack(
+        s,
+        lambda layer: tb.ParallelDecoderBlock(
+            s.d_model, attn=attn(s, layer), ffn=ffn(s, layer), shared_norm=shared_norm, eps=s.eps
+        ),
+        rope_dim=rope_dim,
+    )
+    model = with_parts(model, final_norm=nn.LayerNorm(s.d_model, s.eps))
+    return with_parts(model, lm_head=nn.Linear(s.d_model, s.vocab_size)) if head_bias else model
+
+
+def dense(s: Sizes, _layer: int, *, act: Callable, bias: bool) -> nn.Module:
+    return tb.DenseFFN(s.d_model, s.d_ff, act, bias)
+
+
+def parallel_gated(s: Sizes, *, logit_scale: float) -> nn.Module:
+    """Parallel with SwiGLU and LayerNorms without bias: PaLM, Command-R."""
+
+    def block(layer: int) -> nn.Module:
+        made = tb.ParallelDecoderBlock(s.d_model, attn=attention(s, layer), ffn=swiglu(s, layer))
+        return with_parts(made, norm=nn.LayerNorm(s.d_model, s.eps, bias=False))
+
+    return with_parts(stack(s, block), final_norm=ScaledLayerNorm(s.d_model, s.eps, logit_scale))
+
+
+def gemma1(s: Sizes) -> nn.Module:
+    return serial(s, ffn=geglu, embedding_scale=math.sqrt(s.d_model))
+
+
+def gemma(s: Sizes, *, attn: Callable, window: int, full_every: int,
+          logit_softcap: float | None = None) -> nn.Module:  # fmt: skip
+    """Gemma-2 and Gemma-3: a norm on each side of a branch, local layers first."""
+
+    def block(layer: int) -> nn.Module:
+        parts = {"attn": attn(s, layer), "ffn": geglu(s, layer)}
+        return tb.BranchNormDecoderBlock(s.d_model, **parts, eps=s.eps)
+
+    windows = local_global(s, window, full_every)
+    shell = {"windows": windows, "logit_softcap": logit_softcap}
+    return stack(s, block, embedding_scale=math.sqrt(s.d_model), **shell)
+
+
+def olmo2(s: Sizes) -> nn.Module:
+    """Branches are normed on their way out only."""
+
+    def block(layer: int) -> nn.Module:
+        parts = {"attn": olmo2_attention(s, layer), "ffn": swiglu(s, layer)}
+        made = tb.BranchNormDecoderBlock(s.d_model, **parts, eps=s.eps)
+        return with_parts(made, attn_pre_norm=nn.Identity(), ffn_pre_norm=nn.Identity())
+
+    return stack(s, block)
+
+
+def windowed(s: Sizes, *, window: int, full_every: int, **parts) -> nn.Module:
+    """serial with a window: in every layer where full_every is above their number."""
+    return serial(s, windows=local_global(s, window, full_every), **parts)
+
+
+# =============================================================================================
+# The rows
+# =============================================================================================
+
+WHOLE = {"full_every": 10**9}  # no layer sees more than the window
+ADJACENT = {"Pairs": "adjacent"}
+PORTED = {"Pairs": "adjacent*"}
+UNSCALED = linear_tables
+GPT3 = {
+    **{
+        "Norm": "as GPT-2",
+        "eps": "n/s",
+        "Biases": "n/s",
+        "Position": "as GPT-2",
+        "FFN": "as GPT-2",
+    },
+    **{"Window": "banded sparse, alternating", "Extras": "none stated"},
+    **{"Vocabulary": "n/s", "Tied": "n/s"},
+}
+PALM = {"Topology": "parallel", "eps": "n/s", "Position": "RoPE", "Pairs": "n/s", "Theta": "n/s"}
+PALM |= {"Extras": "logits scaled", "Vocabulary": "256k"}
+PLUS_ONE = {"Norm": "RMSNorm, 1+w"}
+NOT_CONFIRMED = {"Tied": "n/c"}
+LLAMA3 = {"vocab_size": 128256, "base": 500000.0}
+LLAMA4 = {"vocab_size": 202048, "base": 500000.0}
+GEMMA = {"vocab_size": 256000, "eps": 1e-6, "tied": True}
+GEMMA3 = {"vocab_size": 262144, "eps": 1e-6, "tied": True}
+QWEN = {"eps": 1e-6, "base": 1e6}
+MLA = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "v_dim": 128}
+MLA |= {"tables": partial(yarn_tables, factor=40), "score_gain": yarn_gain(40) ** 2}
+DEEPSEEK_V2_EXPERTS = partial(
+    softmax_experts, n_experts=160, top_k=6, width=1536, n_shared=2, renormalise=False, scale=16.0,
+    n_groups=8, top_groups=3,
+)  # fmt: skip
+DEEPSEEK_V3_EXPERTS = partial(
+    sigmoid_experts, n_experts=256, top_k=8, width=2048, scale=2.5, n_groups=8, top_groups=4
+)
+OSS = {"tables": partial(yarn_tables, factor=32, rounded=False, gain=yarn_gain(32))}
+OSS_SIZES = {"vocab_size": 201088, "base": 150000.0}
+OSS_WINDOWS = {"window": 128, "full_every": 2, "attn": partial(gpt_oss_attention, **OSS)}
+BIASED = partial(attention, bias=True)
+BIASED_GELU = partial(dense, act=tanh_gelu, bias=True)
+PLAIN_GELU = partial(dense, act=F.gelu, bias=False)
+
+
+def gemma2_attention(scale: float) -> Callable:
+    return partial(attention, scale=scale, logit_softcap=50.0)
+
+
+RECIPES = {
+    "GPT-2 XL": Recipe(
+        gpt2,
+        Sizes(48, 1600, 25, 25, 64, 6400, 50257, tied=True, max_len=1024),
+        {},
+        (1.558e9, None),
+        "openai/gpt-2 README, src/model.py",
+    ),
+    "GPT-3 175B": Recipe(  # the band's width is unpublished: composed with every layer full
+        gpt2,
+        Sizes(96, 12288, 96, 96, 128, 49152, 50257, tied=True, max_len=2048),
+        {},
+        (175.0e9, None),
+        "arXiv:2005.14165 Table 2.1",
+        GPT3,
+    ),
+    "GPT-J 6B": Recipe(
+        parallel,
+        Sizes(28, 4096, 16, 16, 256, 16384, 50400),
+        {"attn": attention, "ffn": BIASED_GELU, "shared_norm": True, "rope_dim": 64}
+        | {"head_bias": True},
+        (6.053e9, None),
+        "kingoflolz/mesh-transformer-jax README",
+        ADJACENT,
+    ),
+    "GPT-NeoX 20B": Recipe(
+        parallel,
+        Sizes(44, 6144, 64, 64, 96, 24576, 50432),
+        {"attn": BIASED, "ffn": BIASED_GELU, "shared_norm": False, "rope_dim": 24},
+        (20.6e9, None),
+        "arXiv:2204.06745; EleutherAI/gpt-neox configs/20B.yml",
+    ),
+    "PaLM 540B": Recipe(  # one norm or two is not stated: composed with one
+        parallel_gated,
+        Sizes(118, 18432, 48, 1, 256, 73728, 256000, tied=True),
+        {"logit_scale": 18432**-0.5},
+        (540.35e9, None),
+        "arXiv:2204.02311 Table 1",
+        PALM,
+    ),
+    "Llama-1 7B": Recipe(
+        serial,
+        Sizes(32, 4096, 32, 32, 128, 11008, 32000, 1e-6),
+        {},
+        (6.7e9, None),
+        "arXiv:2302.13971 Table 2",
+        PORTED,
+    ),
+    "Llama-2 7B": Recipe(
+        serial,
+        Sizes(32, 4096, 32, 32, 128, 11008, 32000),
+        {},
+        (6.7e9, None),
+        "arXiv:2307.09288",
+        PORTED,
+    ),
+    "Llama-2 70B": Recipe(
+        serial,
+        Sizes(80, 8192, 64, 8, 128, 28672, 32000),
+        {},
+        (69e9, None),
+        "arXiv:2307.09288",
+        PORTED,
+    ),
+    "Llama-3 8B": Recipe(
+        serial,
+        Sizes(32, 4096, 32, 8, 128, 14336, **LLAMA3),
+        {},
+        (8.03e9, None),
+        "meta-llama/llama3",
+        PORTED,
+    ),
+    "Llama-3 70B": Recipe(
+        serial,
+        Sizes(80, 8192, 64, 8, 128, 28672, **LLAMA3),
+        {},
+        (70.6e9, None),
+        "meta-llama/llama3",
+        PORTED,
+    ),
+    "Llama-3.1 405B": Recipe(
+        serial,
+        Sizes(126, 16384, 128, 8, 128, 53248, **LLAMA3),
+        {"attn": partial(stretched, tables=partial(llama3_tables, factor=8))},
+        (405e9, None),
+        "arXiv:2407.21783",
+        PORTED,
+    ),
+    "Llama-3.2 1B": Recipe(
+        serial,
+        Sizes(16, 2048, 32, 8, 64, 8192, tied=True, **LLAMA3),
+        {"attn": partial(stretched, tables=partial(llama3_tables, factor=32))},
+        (1.23e9, None),
+        "meta-llama/llama-models",
+        PORTED,
+    ),
+    "Llama-4 Scout": Recipe(
+        serial,
+        Sizes(48, 5120, 40, 8, 128, 16384, **LLAMA4),
+        {
+            "attn": partial(
+                llama4_attention, normed=True, tables=partial(llama3_tables, factor=16)
+            ),
+            "ffn": partial(llama4_experts, n_experts=16, width=8192),
+        },
+        (109e9, 17e9),
+        "meta-llama/llama-models model card; 109B counts the vision part",
+        ADJACENT,
+    ),
+    "Llama-4 Maverick": Recipe(
+        serial,
+        Sizes(48, 5120, 40, 8, 128, 16384, **LLAMA4),
+        {
+            "attn": partial(llama4_attention, normed=False, tables=UNSCALED),
+            "ffn": partial(
+                some_experts,
+                sparse=lambda layer: layer % 2 == 1,
+                experts=partial(llama4_experts, n_experts=128, width=8192),
+            ),
+        },
+        (400e9, 17e9),
+        "meta-llama/llama-models model card",
+        ADJACENT,
+    ),
+    "Mistral 7B v0.1": Recipe(
+        windowed,
+        Sizes(32, 4096, 32, 8, 128, 14336, 32000),
+        {"window": 4096, **WHOLE},
+        (7.24e9, None),
+        "arXiv:2310.06825",
+        PORTED,
+    ),
+    "Mixtral 8x7B": Recipe(
+        serial,
+        Sizes(32, 4096, 32, 8, 128, 14336, 32000, base=1e6),
+        {"ffn": partial(softmax_experts, n_experts=8, top_k=2, width=14336)},
+        (47e9, 13e9),
+        "arXiv:2401.04088",
+        PORTED,
+    ),
+    "Qwen2/2.5 7B": Recipe(
+        serial,
+        Sizes(28, 3584, 28, 4, 128, 18944, 152064, **QWEN),
+        {"attn": partial(attention, qkv_bias=True)},
+        (7.6e9, None),
+        "arXiv:2407.10671, arXiv:2412.15115",
+    ),
+    "Qwen3 8B": Recipe(
+        serial,
+        Sizes(36, 4096, 32, 8, 128, 12288, 151936, **QWEN),
+        {"attn": partial(attention, qk_norm=True)},
+        (8.2e9, None),
+        "arXiv:2505.09388",
+    ),
+    "Qwen3 30B-A3B": Recipe(
+        serial,
+        Sizes(48, 2048, 32, 4, 128, 6144, 151936, **QWEN),
+        {
+            "attn": partial(attention, qk_norm=True),
+            "ffn": partial(softmax_experts, n_experts=128, top_k=8, width=768),
+        },
+        (30.5e9, 3.3e9),
+        "arXiv:2505.09388",
+    ),
+    "Gemma-1 2B": Recipe(
+        gemma1,
+        Sizes(18, 2048, 8, 1, 256, 16384, **GEMMA),
+        {},
+        (2.5e9, None),
+        "google/gemma_pytorch; arXiv:2403.08295",
+        PLUS_ONE,
+    ),
+    "Gemma-1 7B": Recipe(
+        gemma1,
+        Sizes(28, 3072, 16, 16, 256, 24576, **GEMMA),
+        {},
+        (8.5e9, None),
+        "google/gemma_pytorch; arXiv:2403.08295",
+        PLUS_ONE,
+    ),
+    "Gemma-2 9B": Recipe(
+        gemma,
+        Sizes(42, 3584, 16, 8, 256, 14336, **GEMMA),
+        {"attn": gemma2_attention(256**-0.5), "window": 4096, "full_every": 2}
+        | {"logit_softcap": 30.0},
+        (9.24e9, None),
+        "arXiv:2408.00118 Table 2",
+        PLUS_ONE,
+    ),
+    "Gemma-2 27B": Recipe(
+        gemma,
+        Sizes(46, 4608, 32, 16, 128, 36864, **GEMMA),
+        {"attn": gemma2_attention(144**-0.5), "window": 4096, "full_every": 2}
+        | {"logit_softcap": 30.0},
+        (27.2e9, None),
+        "arXiv:2408.00118 Table 2",
+        PLUS_ONE,
+    ),
+    "Gemma-3 1B": Recipe(
+        gemma,
+        Sizes(26, 1152, 4, 1, 256, 6912, **GEMMA3),
+        {
+            "attn": partial(gemma3_attention, scale=256**-0.5, full_every=6, full_base=1e6),
+            **{"window": 512, "full_every": 6},
+        },
+        (1.0e9, None),
+        "arXiv:2503.19786 Table 1",
+        PLUS_ONE | {"Theta": "1,000,000; local 10,000"},
+    ),
+    "Gemma-3 27B": Recipe(
+        gemma,
+        Sizes(62, 5376, 32, 16, 128, 21504, **GEMMA3),
+        {
+            "attn": partial(
+                gemma3_attention, scale=168**-0.5, full_every=6, full_base=1e6, factor=8.0
+            ),
+            **{"window": 1024, "full_every": 6},
+        },
+        (27.0e9, None),
+        "arXiv:2503.19786 Table 1",
+        PLUS_ONE | {"Theta": "1,000,000; local 10,000"},
+    ),
+    "DeepSeek-V2": Recipe(
+        serial,
+        Sizes(60, 5120, 128, 128, 192, 12288, 102400, 1e-6),
+        {
+            "attn": partial(latent_attention, **MLA),
+            "ffn": partial(
+                some_experts, sparse=lambda layer: layer >= 1, experts=DEEPSEEK_V2_EXPERTS
+            ),
+        },
+        (236e9, 21e9),
+        "arXiv:2405.04434",
+        ADJACENT,
+    ),
+    "DeepSeek-V3": Recipe(
+        serial,
+        Sizes(61, 7168, 128, 128, 192, 18432, 129280, 1e-6),
+        {
+            "attn": partial(latent_attention, **MLA),
+            "ffn": partial(
+                some_experts, sparse=lambda layer: layer >= 3, experts=DEEPSEEK_V3_EXPERTS
+            ),
+        },
+        (671e9, 37e9),
+        "arXiv:2412.19437",
+        ADJACENT,
+    ),
+    "OLMo-2 7B": Recipe(
+        olmo2,
+        Sizes(32, 4096, 32, 32, 128, 11008, 100352, 1e-6, 500000.0),
+        {},
+        (7.3e9, None),
+        "allenai/OLMo",
+    ),
+    "Phi-2": Recipe(
+        parallel,
+        Sizes(32, 2560, 32, 32, 80, 10240, 51200),
+        {"attn": BIASED, "ffn": BIASED_GELU, "shared_norm": True, "rope_dim": 32}
+        | {"head_bias": True},
+        (2.7e9, None),
+        "Lightning-AI/litgpt config.py",
+    ),
+    "Falcon 7B": Recipe(
+        parallel,
+        Sizes(32, 4544, 71, 1, 64, 18176, 65024, tied=True),
+        {"attn": attention, "ffn": PLAIN_GELU, "shared_norm": True, "rope_dim": 64},
+        (7e9, None),
+        "Lightning-AI/litgpt config.py",
+        NOT_CONFIRMED,
+    ),
+    "Falcon 40B": Recipe(
+        parallel,
+        Sizes(60, 8192, 128, 8, 64, 32768, 65024, tied=True),
+        {"attn": attention, "ffn": PLAIN_GELU, "shared_norm": False, "rope_dim": 64},
+        (41e9, None),
+        "Lightning-AI/litgpt config.py",
+        NOT_CONFIRMED,
+    ),
+    "Command-R 35B": Recipe(
+        parallel_gated,
+        Sizes(40, 8192, 64, 64, 128, 22528, 256000, tied=True),
+        {"logit_scale": 0.0625},
+        (35e9, None),
+        "CohereForAI/c4ai-command-r-v01 model card",
+        ADJACENT | {"Theta": "n/c"},
+    ),
+    "gpt-oss 20b": Recipe(
+        windowed,
+        Sizes(24, 2880, 64, 8, 64, 2880, **OSS_SIZES),
+        {**OSS_WINDOWS, "ffn": partial(gpt_oss_experts, n_experts=32, top_k=4)},
+        (20.9e9, 3.6e9),
+        "openai/gpt-oss model card; 3.6B leaves the input table out",
+    ),
+    "gpt-oss 120b": Recipe(
+        windowed,
+        Sizes(36, 2880, 64, 8, 64, 2880, **OSS_SIZES),
+        {**OSS_WINDOWS, "ffn": partial(gpt_oss_experts, n_experts=128, top_k=4)},
+        (116.8e9, 5.1e9),
+        "openai/gpt-oss model card; 5.1B leaves the input table out",
+    ),
+}
+
+# =============================================================================================
+# What a composed model shows
+# =============================================================================================
+
+
+class Unfilled(TorchFunctionMode):
+    """Parameters are made but not filled, which without memory takes longer than all the rest."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@cache
+def built(name: str) -> nn.Module:
+    """The model at its real size on the meta device: shapes without memory."""
+    with torch.device("meta"), Unfilled():
+        return RECIPES[name].build()
+
+
+def count(*modules: nn.Module | None) -> int:
+    return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
+
+def idle_parameters(model: nn.Module) -> int:
+    """Parameters of the experts that a token does not use."""
+    mixtures = [part for part in model.modules() if isinstance(part, tb.MixtureFFN)]
+    return sum(
+        count(m.experts) * (len(m.experts) - m.router.top_k) // len(m.experts) for m in mixtures
+    )
+
+
+def cache_elements(attn: nn.Module) -> int:
+    """Numbers that one token leaves in the cache of a layer."""
+    if isinstance(attn, tb.MultiHeadLatentAttention):
+        return attn.kv_rank + attn.rope_dim
+    return tb.kv_cache_elements(kv_heads(attn), attn.head_dim)
+
+
+def linear(module: nn.Module) -> nn.Linear:
+    """The Linear of a projection that also norms."""
+    return module[0] if isinstance(module, nn.Sequential) else module
+
+
+def q_heads(attn: nn.Module) -> int:
+    if isinstance(attn, tb.MultiHeadLatentAttention):
+        return attn.o_proj.in_features // attn.v_dim
+    return linear(attn.q_proj).out_features // attn.head_dim
+
+
+def kv_heads(attn: nn.Module) -> int:
+    return linear(attn.k_proj).out_features // attn.head_dim
+
+
+def reach(model: nn.Module, layer: int) -> int | None:
+    """How many positions a layer sees at most, None for all."""
+    attend = getattr(model.blocks[layer].attn, "attend", None)
+    return getattr(attend, "keywords", {}).get("chunk") or model.windows[layer]
+
+
+def topology(block: nn.Module) -> str:
+    if isinstance(block, tb.ParallelDecoderBlock):
+        return "parallel, " + ("one norm" if block.ffn_norm is None else "two norms")
+    if isinstance(block, tb.BranchNormDecoderBlock):
+        return "output norm" if isinstance(block.attn_pre_norm, nn.Identity) else "pre+post"
+    return "Pre-LN"
+
+
+def first_norm(block: nn.Module) -> nn.Module:
+    return next(part for part in block.children() if isinstance(part, (nn.LayerNorm, tb.RMSNorm)))
+
+
+def norm_name(norm: nn.Module) -> str:
+    if isinstance(norm, nn.LayerNorm):
+        return "LayerNorm" + ("" if norm.bias is not None else ", no bias")
+    return "RMSNorm"
+
+
+def biases(model: nn.Module) -> str:
+    groups = set()
+    for name, _ in model.named_parameters():
+        if name.endswith(".bias"):
+            owner = name.split(".")[-2]
+            groups |= {
+                "norms" if "norm" in owner else
+                "head" if owner == "lm_head" else
+                "router" if owner == "router" else
+                "experts" if "experts" in name else
+                "o" if owner == "o_proj" else
+                "qkv" if ".attn." in name else
+                "FFN"
+            }  # fmt: skip
+    words = {
+        "": "none",
+        "qkv": "q, k, v",
+        "FFN norms o qkv": "all",
+        "FFN head norms o qkv": "all, head",
+        "FFN head norms": "FFN, norms, head",
+        "experts o qkv router": "attention, experts, router",
+    }
+    found = " ".join(sorted(groups))
+    return words.get(found, found)
+
+
+def attn_width(attn: nn.Module) -> int:
+    """Channels of a query head."""
+    latent = isinstance(attn, tb.MultiHeadLatentAttention)
+    return attn.nope_dim + attn.rope_dim if latent else attn.head_dim
+
+
+def position(recipe: Recipe, model: nn.Module) -> str:
+    if isinstance(model, LearnedPositionLM):
+        return "learned"
+    turns = [block.attn.rope_dim > 0 for block in model.blocks]
+    if not all(turns):
+        return f"RoPE, {sum(turns[:4])} of 4 layers"
+    attn = model.blocks[0].attn
+    turned = recipe.parts.get("rope_dim", attn.rope_dim)
+    return "RoPE, full" if turned == attn_width(attn) else f"RoPE, {turned} of {attn_width(attn)}"
+
+
+def theta(recipe: Recipe, model: nn.Module) -> str:
+    if isinstance(model, LearnedPositionLM):
+        return "-"
+    tables = getattr(recipe.parts.get("attn"), "keywords", {}).get("tables")
+    kind = {llama3_tables: ", scaled", yarn_tables: ", YaRN"}.get(getattr(tables, "func", None))
+    return f"{recipe.sizes.base:,.0f}{kind or ''}"
+
+
+def window(model: nn.Module) -> str:
+    reaches = [reach(model, layer) for layer in range(len(model.blocks))]
+    local = reaches[0]
+    if local is None:
+        return "none"
+    if None not in reaches:
+        return f"{local:,}, every layer"
+    ratio = f"{reaches.index(None)}:1"
+    chunked = model.windows[0] is None
+    return f"chunks of {local:,}, {ratio}" if chunked else f"{local:,}, {ratio}, local first"
+
+
+def sharing(attn: nn.Module) -> str:
+    if isinstance(attn, tb.MultiHeadLatentAttention):
+        return f"MLA, {cache_elements(attn)} cached"
+    return {q_heads(attn): "MHA", 1: "MQA"}.get(kv_heads(attn), "GQA")
+
+
+def extras(model: nn.Module) -> str:
+    attn, found = model.blocks[0].attn, []
+    if getattr(attn, "q_rank", None):
+        found.append("norm on latents")
+    if isinstance(getattr(attn, "q_proj", None), nn.Sequential):
+        found.append("QK-norm, whole q and k")
+    elif not hasattr(attn, "q_rank") and not isinstance(attn.q_norm, nn.Identity):
+        per_head = isinstance(attn.q_norm, tb.RMSNorm)
+        found.append("QK-norm per head" if per_head else "QK-norm after RoPE")
+    if getattr(attn, "logit_softcap", None):
+        found.append(f"caps {attn.logit_softcap:g}, {model.logit_softcap:g}")
+    if isinstance(getattr(attn, "attend", None), tb.SinkAttention):
+        found.append("sinks")
+    if isinstance(model.final_norm, ScaledLayerNorm):
+        found.append(f"logits x {model.final_norm.factor:g}")
+    return ", ".join(found) or "none"
+
+
+def ffn_name(ffn: nn.Module) -> str:
+    ffn = ffn.experts[0] if isinstance(ffn, tb.MixtureFFN) else ffn
+    if isinstance(ffn, tb.ClampedGatedFFN):
+        return "SwiGLU, clamped"
+    gated = isinstance(ffn, tb.GatedFFN)
+    names = {F.silu: "SwiGLU", tanh_gelu: "GeGLU"} if gated else {tanh_gelu: "tanh GELU"}
+    return names.get(ffn.act, "GELU")
+
+
+def ffn_widths(model: nn.Module) -> tuple[int, int | None]:
+    """d_ff of an expert, or of every layer, and that of a mixture's dense layers."""
+    ffns = [block.ffn for block in model.blocks]
+    routed = [ffn.experts[0].up.out_features for ffn in ffns if isinstance(ffn, tb.MixtureFFN)]
+    plain = [ffn.up.out_features for ffn in ffns if not isinstance(ffn, tb.MixtureFFN)]
+    return (routed[0], plain[0] if plain else None) if routed else (plain[0], None)
+
+
+def experts(model: nn.Module) -> str:
+    mixed = [isinstance(block.ffn, tb.MixtureFFN) for block in model.blocks]
+    if not any(mixed):
+        return "-"
+    first = mixed.index(True)
+    mixture = model.blocks[first].ffn
+    shared = mixture.shared.up.out_features // ffn_widths(model)[0] if mixture.shared else 0
+    text = f"{len(mixture.experts)}{f' + {shared}' if shared else ''}, top-{mixture.router.top_k}"
+    if all(mixed):
+        return text
+    return text + (f", first {first} dense" if all(mixed[first:]) else ", every 2nd layer")
+
+
+def billions(number: float) -> str:
+    """Three digits behind the point below 10, one below 1,000."""
+    number /= 1e9
+    return f"{number:.2f} B" if number < 10 else f"{number:.1f} B"
+
+
+@cache
+def cells(name: str) -> dict[str, str]:
+    """Every cell of a row, by column: from the composed model, or as stated by the authors."""
+    recipe, model = RECIPES[name], built(name)
+    attn, (width, plain) = model.blocks[0].attn, ffn_widths(model)
+    latent = isinstance(attn, tb.MultiHeadLatentAttention)
+    total, cached = count(model), sum(cache_elements(block.attn) for block in model.blocks)
+    learned = isinstance(model, LearnedPositionLM)
+    shown = {
+        "Topology": topology(model.blocks[0]),
+        "Norm": norm_name(first_norm(model.blocks[0])),
+        "eps": f"{first_norm(model.blocks[0]).eps:.0e}".replace("e-0", "e-"),
+        "Biases": biases(model),
+        "Position": position(recipe, model),
+        "Pairs": "-" if learned else "half-split",
+        "Theta": theta(recipe, model),
+        "Window": window(model),
+        "Sharing": sharing(attn),
+        "Heads q / kv": f"{q_heads(attn)} / {'-' if latent else kv_heads(attn)}",
+        "head_dim": f"{attn_width(attn)}" + (f"; v {attn.v_dim}" if latent else ""),
+        "Extras": extras(model),
+        "FFN": ffn_name(model.blocks[-1].ffn),
+        "d_ff": f"{width:,}" + (f"; dense {plain:,}" if plain else ""),
+        "d_ff / d_model": f"{width / recipe.sizes.d_model:.2f}",
+        "Experts": experts(model),
+        "Layers": f"{len(model.blocks)}",
+        "d_model": f"{recipe.sizes.d_model:,}",
+        "Vocabulary": f"{recipe.sizes.vocab_size:,}",
+        "Tied": "yes" if model.lm_head is None else "no",
+        "Parameters": billions(total),
+        "Active": billions(total - idle_parameters(model)),
+        "KiB a token": f"{2 * cached / 1024:,.1f}".removesuffix(".0"),
+    }
+    return shown | recipe.stated
+
+
+TABLES = {  # title: column: alignment, as the notes have them
+    "norms and biases": {"Topology": "---", "Norm": "---", "eps": "--:", "Biases": "---"},
+    "positions and windows": dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
+    "attention": {"Sharing": "---", "Heads q / kv": "--:", "head_dim": "--:", "Extras": "---"},
+    "FFN and experts": {"FFN": "---", "d_ff": "---", "d_ff / d_model": "--:", "Experts": "---"},
+    "shell": {"Layers": "--:", "d_model": "--:", "Vocabulary": "--:", "Tied": "---"},
+}
+
+
+def markdown_table(columns: dict[str, str], names: list[str] | None = None) -> str:
+    """A table of the notes: these columns of these models, of all by default."""
+    rows = [["Model", *columns], ["---", *columns.values()]]
+    rows += [[name, *(cells(name)[column] for column in columns)] for name in names or RECIPES]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines[1] = lines[1].replace(" ", "")
+    return "\n".join(lines)
+
+
+# =============================================================================================
+# Command line
+# =============================================================================================
+
+
+def overview() -> str:
+    columns = ["Layers", "d_model", "Parameters", "Active", "KiB a token"]
+    rows = [["Model", *columns], *([n, *(cells(n)[c] for c in columns)] for n in RECIPES)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+    note = "cache at 16 bit, every layer counted as full; parameters with embedding and head"
+    return "\n".join([*lines, "", note])
+
+
+def described(module: nn.Module) -> str:
+    """A part in a line: its class and what it was composed of."""
+    name = type(module).__name__
+    if module is None:
+        return "none"
+    if isinstance(module, tb.MixtureFFN):
+        router, shared = module.router, module.shared
+        parts = [f"{type(router).__name__}, top-{router.top_k} of {len(module.experts)}"]
+        parts += [f"groups: best {router.top_groups} of {router.n_groups}"] * (router.n_groups > 1)
+        parts += ["not renormalised"] * (not router.renormalise)
+        parts += [f"times {router.scale:g}"] * (router.scale != 1)
+        parts += ["weight on the input"] * module.weigh_input
+        parts += [f"experts {described(module.experts[0])}", f"shared {described(shared)}"]
+        return f"{name}({'; '.join(parts)})"
+    if isinstance(module, (tb.DenseFFN, tb.GatedFFN, tb.ClampedGatedFFN)):
+        return f"{name}({module.d_model} -> {module.up.out_features}, {ffn_name(module)})"
+    if isinstance(module, tb.MultiHeadLatentAttention):
+        ranks = f"q_rank {module.q_rank}, kv_rank {module.kv_rank}, "
+        widths = f"nope {module.nope_dim} + rope {module.rope_dim}, v {module.v_dim}"
+        return f"{name}({q_heads(module)} heads, {ranks}{widths})"
+    attend = getattr(module.attend, "func", module.attend)
+    attend = getattr(attend, "__name__", type(attend).__name__)
+    turned = "RoPE" if module.rope else "no rotation"
+    heads = f"{q_heads(module)} / {kv_heads(module)} heads of {module.head_dim}"
+    return f"{name}({heads}, {turned}, {attend})"
+
+
+def layer_groups(model: nn.Module) -> dict[tuple, list[int]]:
+    """Layers that are composed alike: block, attention, FFN, reach -> their numbers."""
+    groups = collections.defaultdict(list)
+    for layer, block in enumerate(model.blocks):
+        parts = type(block).__name__, described(block.attn), described(block.ffn)
+        groups[(*parts, reach(model, layer))].append(layer)
+    return groups
+
+
+def numbers(layers: list[int]) -> str:
+    shown = ", ".join(map(str, layers[:6]))
+    return f"{len(layers)} layers: {shown}{', ...' if len(layers) > 6 else ''}"
+
+
+def details(name: str) -> str:
+    """How a model is composed, what each part holds and what a token costs."""
+    recipe, model = RECIPES[name], built(name)
+    lines = [
+        name,
+        "",
+        f"composed as {type(model).__name__}, final norm {norm_name(model.final_norm)}",
+    ]
+    for (block, attn, ffn, seen), layers in layer_groups(model).items():
+        first = model.blocks[layers[0]]
+        lines += [
+            f"  {numbers(layers)}",
+            f"    {block}: {topology(first)}, {norm_name(first_norm(first))}",
+            f"    attn  {attn}" + (f", sees {seen:,} positions" if seen else ""),
+            f"    ffn   {ffn}",
+        ]
+    total, idle = count(model), idle_parameters(model)
+    blocks, head = list(model.blocks), count(model.lm_head)
+    tables = count(model.embedding, getattr(model, "positions", None))
+    held = {
+        "embedding": tables,
+        "attention": count(*(block.attn for block in blocks)),
+        "FFN": count(*(block.ffn for block in blocks)),
+        "norms": sum(count(block) - count(block.attn, block.ffn) for block in blocks),
+        "final norm": count(model.final_norm),
+        "head": head,
+        "total": total,
+        "active": total - idle,
+    }
+    lines += ["", "parameters"]
+    lines += [f"  {part:<10}  {number:>19,}" for part, number in held.items()]
+    lines += [
+        f"  published   {recipe.published[0]:>19,.0f}  ({recipe.source})",
+        "",
+        "a token costs",
+    ]
+    # A matrix of n numbers takes n multiplications and n additions; the input table is looked up.
+    matrices = total - idle - (0 if model.lm_head is None else tables)
+    reads = sum(2 * q_heads(b.attn) * value_and_key(b.attn) for b in blocks)
+    cached = sum(cache_elements(block.attn) for block in blocks)
+    lines += [
+        f"  {2 * matrices / 1e9:,.1f} GFLOP in the matrices",
+        f"  {reads:,} FLOP in the attentions for each position seen",
+        f"  {2 * cached:,} bytes of cache at 16 bit, {2 * cached // len(blocks):,} a layer",
+    ]
+    short = [layer for layer in range(len(blocks)) if reach(model, layer)]
+    if short:
+        most = f"keep {reach(model, short[0]):,} positions at most"
+        lines.append(f"  {len(short)} of {len(blocks)} layers {most}")
+    return "\n".join(lines)
+
+
+def value_and_key(attn: nn.Module) -> int:
+    """Numbers that one query head multiplies for each position: with a key, then a value."""
+    if isinstance(attn, tb.MultiHeadLatentAttention):  # in decoding, where nothing is expanded
+        return 2 * attn.kv_rank + attn.rope_dim
+    return 2 * attn.head_dim
+
+
+def nearest(name: str) -> str:
+    """The names that a wrong one may have meant, or all."""
+    folded = {known.casefold(): known for known in RECIPES}
+    close = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)
+    close = close or [known for known in folded if name.casefold() in known]
+    return ", ".join(folded[known] for known in close) or ", ".join(RECIPES)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog='names: "Llama-3 8B", "gpt-oss 20b", ... in any case; without one, all are listed',
+    )
+    parser.add_argument("name", nargs="*", help="a model of the table")
+    parser.add_argument("--markdown", action="store_true", help="the recipe tables of the notes")
+    options = parser.parse_args(argv)
+    wanted = " ".join(options.name)
+    known = {name.casefold(): name for name in RECIPES}
+    if options.markdown and wanted:
+        parser.error("--markdown prints all models and takes no name")
+    if wanted and wanted.casefold() not in known:
+        parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
+    if options.markdown:
+        tables = (f"#### Recipe: {t}\n\n{markdown_table(c)}" for t, c in TABLES.items())
+        text = "\n\n".join(tables)
+    else:
+        text = details(known[wanted.casefold()]) if wanted else overview()
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

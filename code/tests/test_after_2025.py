@@ -1,0 +1,934 @@
+"""The operators of 2025 and 2026: against transformers on the same weights, by planted faults, as
+they are called.
+
+The official classes compute norms, softmax, the delta rule and index scores in float32. Here they
+are made to do so in float64 (the fixture wide), and what is left is the rounding of the rotation
+tables, 1e-7; test_within_float32 takes them as they are.
+"""
+
+import ast
+import builtins
+import copy
+import inspect
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformer_block as tb
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV4Config,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    DynamicCache,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+import after_2025
+from after_2025 import (
+    DeltaNetState,
+    GatedDeltaNet,
+    HyperConnectedBlock,
+    HyperConnection,
+    IndexedCache,
+    IndexedSparseAttention,
+    OutputGatedAttention,
+    StreamCollapse,
+    delta_rule_chunked,
+    delta_rule_recurrent,
+)
+
+FILE = Path(after_2025.__file__)
+LIMIT = 1e-6
+V, D, D_FF = 61, 32, 40
+
+
+class WideTorch:
+    """torch to a module that asks for float32: it gets float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    for module in (qwen, v32, v4):
+        monkeypatch.setattr(module, "torch", WideTorch())
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """In float64, with weights large enough that every part is felt; decays and biases differ."""
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            nn.init.uniform_(weight, -3, 1)
+        else:
+            nn.init.normal_(weight, std=(0.2 if weight.dim() > 1 else 0.5))
+    return model.double().eval()
+
+
+def load(ours: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """Ours with exactly these weights, in float64."""
+    ours = ours.double().eval()
+    ours.load_state_dict(weights, assign=True)
+    return ours
+
+
+def largest(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+# =============================================================================================
+# Qwen3-Next: three DeltaNet layers and one of gated attention
+# =============================================================================================
+
+QWEN = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": D_FF,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "rms_norm_eps": 1e-4,
+    "attn_implementation": "eager",
+}
+
+
+def delta_weights(theirs: nn.Module) -> dict[str, Tensor]:
+    """in_proj_qkvz holds, for each key head, q, k, and of its value heads v, then the gate."""
+    n_k, d_k, d_v, ratio = 2, 5, 7, 3
+    sizes = d_k, d_k, ratio * d_v, ratio * d_v
+    packed = theirs.in_proj_qkvz.weight.unflatten(0, (n_k, -1)).split(sizes, dim=1)
+    beta, decay = theirs.in_proj_ba.weight.unflatten(0, (n_k, -1)).split((ratio, ratio), dim=1)
+    q, k, v, gate, beta, decay = (part.flatten(0, 1) for part in (*packed, beta, decay))
+    return {
+        "q_proj.weight": q,
+        "k_proj.weight": k,
+        "v_proj.weight": v,
+        "gate_proj.weight": gate,
+        "beta_proj.weight": beta,
+        "decay_proj.weight": decay,
+        "conv.weight": theirs.conv1d.weight[:, 0].T.contiguous(),
+        "A_log": theirs.A_log,
+        "dt_bias": theirs.dt_bias,
+        "norm.weight": theirs.norm.weight,
+        "o_proj.weight": theirs.out_proj.weight,
+    }
+
+
+def gated_weights(theirs: nn.Module) -> dict[str, Tensor]:
+    """q_proj holds, for each head, the query and then the gate; norms store what exceeds 1."""
+    q, gate = theirs.q_proj.weight.unflatten(0, (4, -1)).chunk(2, dim=1)
+    return {
+        "attn.q_proj.weight": q.flatten(0, 1),
+        "attn.k_proj.weight": theirs.k_proj.weight,
+        "attn.v_proj.weight": theirs.v_proj.weight,
+        "attn.q_norm.weight": 1 + theirs.q_norm.weight,
+        "attn.k_norm.weight": 1 + theirs.k_norm.weight,
+        "o_proj.weight": theirs.o_proj.weight,
+        "gate_proj.weight": gate.flatten(0, 1),
+    }
+
+
+def our_gated() -> OutputGatedAttention:
+    options = {"head_dim": 16, "rope": True, "qk_norm": True, "norm_eps": 1e-4}
+    return OutputGatedAttention(tb.MultiHeadAttention(D, 4, 2, **options))
+
+
+def our_delta(chunk: int = 64) -> GatedDeltaNet:
+    return GatedDeltaNet(D, 2, 6, k_dim=5, v_dim=7, chunk=chunk, norm_eps=1e-4)
+
+
+def below(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": weight for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def qwen_pair() -> tuple[nn.Module, nn.Module]:
+    """The official model and ours of the same weights."""
+    theirs = spread(Qwen3NextForCausalLM(Qwen3NextConfig(**QWEN)))
+    weights = {
+        "embedding.weight": theirs.model.embed_tokens.weight,
+        "final_norm.weight": 1 + theirs.model.norm.weight,
+        "lm_head.weight": theirs.lm_head.weight,
+    }
+    for number, layer in enumerate(theirs.model.layers):
+        full = number == 3
+        own = gated_weights(layer.self_attn) if full else delta_weights(layer.linear_attn)
+        own = below("attn", own) | {
+            "norm1.weight": 1 + layer.input_layernorm.weight,
+            "norm2.weight": 1 + layer.post_attention_layernorm.weight,
+            "ffn.gate.weight": layer.mlp.gate_proj.weight,
+            "ffn.up.weight": layer.mlp.up_proj.weight,
+            "ffn.down.weight": layer.mlp.down_proj.weight,
+        }
+        weights |= below(f"blocks.{number}", own)
+
+    def make_block(layer: int) -> nn.Module:
+        attn = our_gated() if layer == 3 else our_delta(chunk=4)
+        return tb.ModernDecoderBlock(D, d_ff=D_FF, attn=attn, eps=1e-4)
+
+    options = {"rope_dim": 4, "max_len": 40, "tie_embeddings": False, "eps": 1e-4}
+    ours = load(tb.DecoderOnlyLM(V, D, 4, make_block=make_block, **options), weights)
+    return theirs, ours
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("wide")
+def test_qwen3_next_full_pass_and_decoding(qwen_pair):
+    theirs, ours = qwen_pair
+    ids = torch.randint(V, (2, 21))
+    expected = theirs(ids).logits
+    assert expected.std() > 0.5
+    assert largest(ours(ids), expected) < LIMIT
+    caches, cache = ours.new_caches(), DynamicCache(config=theirs.config)
+    assert [type(c) for c in caches] == [DeltaNetState] * 3 + [tb.KVCache]
+    for part in ids.split((6, 1, 1, 9, 1, 3), dim=1):
+        step = ours(part, kv_caches=caches)
+        if part.shape[1] in (1, 6):
+            assert largest(step, theirs(part, cache=cache).logits) < LIMIT
+        else:  # tokens one at a time there
+            single = [theirs(token, cache=cache).logits for token in part.split(1, dim=1)]
+            assert largest(step, torch.cat(single, dim=1)) < LIMIT
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("wide")
+def test_qwen3_next_generates_the_same_with_left_padding(qwen_pair):
+    theirs, ours = qwen_pair
+    ids = torch.randint(1, V, (3, 9))
+    real = torch.arange(9) >= torch.tensor([0, 3, 8])[:, None]
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.generate(ids, attention_mask=real.long(), **options)
+    tokens = ours.generate(ids, 12, key_padding_mask=real)
+    assert torch.equal(tokens, expected)
+    for row, start in zip(tokens, (0, 3, 8)):
+        alone = ours.generate(row[None, start:9], 12)
+        assert torch.equal(alone[0], row[start:])
+    assert (
+        largest(ours(ids, key_padding_mask=real)[real], theirs(ids, real.long()).logits[real])
+        < LIMIT
+    )
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("wide")
+def test_gated_attention_equals_the_official_layer():
+    config = Qwen3NextConfig(**QWEN)
+    theirs = spread(qwen.Qwen3NextAttention(config, 3))
+    ours = load(our_gated(), gated_weights(theirs))
+    cos, sin = tb.build_rope_cache(12, 4)
+    x, cache, kept = torch.randn(2, 12, D).double(), DynamicCache(config=config), tb.KVCache()
+    tables = cos[None].double(), sin[None].double()
+    hidden = torch.zeros(12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf)
+    hidden = hidden[None, None].double()
+    expected = theirs(x, tables, hidden)[0]
+    assert largest(ours(x, causal=True, cos=cos, sin=sin)[0], expected) < LIMIT
+    for start, stop in ((0, 5), (5, 6), (6, 9), (9, 12)):
+        rows = [table[:, start:stop] for table in tables]
+        step = theirs(x[:, start:stop], rows, hidden[..., start:stop, :stop], cache)[0]
+        out = ours(x[:, start:stop], causal=True, cos=cos, sin=sin, kv_cache=kept)[0]
+        assert largest(out, step) < LIMIT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.usefixtures("wide")
+def test_delta_net_equals_the_official_layer(chunk):
+    config = Qwen3NextConfig(**QWEN)
+    theirs = spread(qwen.Qwen3NextGatedDeltaNet(config, 0))
+    ours = load(our_delta(chunk), delta_weights(theirs))
+    x = torch.randn(2, 70, D).double()
+    assert largest(ours(x)[0], theirs(x)) < LIMIT
+    cache, state = DynamicCache(config=config), ours.new_cache()
+    for part in (x[:, :67], *x[:, 67:].split(1, dim=1)):
+        assert largest(ours(part, kv_cache=state)[0], theirs(part, cache)) < LIMIT
+    layer = cache.layers[0]
+    assert largest(state.state, cache.get_recurrent_state(0, state_idx=0).double()) < LIMIT
+    columns = cache.get_conv_state(0, state_idx=0)[:, :, -3:].mT
+    assert largest(state.columns, columns) < LIMIT, layer
+    real = torch.arange(70) >= torch.tensor([0, 5])[:, None]
+    assert largest(ours(x, key_padding_mask=real)[0], theirs(x, attention_mask=real)) < LIMIT
+
+
+@pytest.mark.parametrize("steps", [1, 5, 64, 130])
+@pytest.mark.usefixtures("wide")
+def test_delta_rules_equal_the_official_functions(steps):
+    torch.manual_seed(steps)
+    q, k = F.normalize(torch.randn(2, 2, 3, steps, 8).double(), dim=-1)
+    v, log_decay = torch.randn(2, 3, steps, 6).double(), -torch.rand(2, 3, steps).double()
+    beta, state = torch.rand(2, 3, steps).double(), torch.randn(2, 3, 8, 6).double()
+    theirs = [t.transpose(1, 2) for t in (q, k, v, log_decay, beta)]
+    scaled = q * 8**-0.5, k, v, log_decay, beta, state
+    for official in (qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule):
+        out, last = official(*theirs, initial_state=state, output_final_state=True)
+        for ours in (delta_rule_recurrent, delta_rule_chunked):
+            got = ours(*scaled)
+            assert largest(got[0], out.transpose(1, 2)) < LIMIT
+            assert largest(got[1], last.double()) < LIMIT
+
+
+@torch.no_grad()
+def test_the_state_does_not_grow_and_holds_no_more_than_it_says():
+    layer, state = our_delta(), DeltaNetState()
+    held = []
+    for length in (500, 1, 1):
+        layer(torch.randn(1, length, D), kv_cache=state)
+        pairs = state.state, state.columns, *state._before[1:]
+        held.append(sum(t.untyped_storage().nbytes() for t in pairs if t is not None))
+    assert held[1] == held[2] == 2 * held[0] == 2 * 4 * (6 * 5 * 7 + 3 * (2 * 10 + 42))
+
+
+@torch.no_grad()
+def test_delta_net_in_half_precision_keeps_its_state_in_float32():
+    layer, x = our_delta(), torch.randn(1, 300, D)
+    exact = layer.double()(x.double())[0]
+    for dtype, limit in ((torch.float16, 5e-3), (torch.bfloat16, 5e-2)):
+        state = DeltaNetState()
+        out = [layer.to(dtype)(part, kv_cache=state)[0] for part in x.to(dtype).split(150, dim=1)]
+        assert state.state.dtype == torch.float32 and out[0].dtype == dtype
+        assert largest(torch.cat(out, dim=1).double(), exact) < limit * exact.abs().max()
+    with pytest.raises(ValueError, match=r"kv_cache.*float64.*float32"):
+        layer.double()(x.double(), kv_cache=state)
+
+
+def test_a_copied_state_goes_its_own_way():
+    layer, x, state = our_delta().double(), torch.randn(1, 6, D).double(), DeltaNetState()
+    with torch.no_grad():
+        layer(x[:, :3], kv_cache=state)
+        twins = copy.copy(state), copy.deepcopy(state)
+        layer(x[:, :2], kv_cache=state)
+        full = layer(x)[0][:, 3:]
+        assert all(largest(layer(x[:, 3:], kv_cache=twin)[0], full) < 1e-12 for twin in twins)
+
+
+@torch.no_grad()
+def test_within_float32():
+    """The official layers as they are, with their parts in float32: within 5e-6."""
+    config = Qwen3NextConfig(**QWEN)
+    theirs = spread(qwen.Qwen3NextGatedDeltaNet(config, 0))
+    x = torch.randn(2, 30, D).double()
+    assert largest(load(our_delta(), delta_weights(theirs))(x)[0], theirs(x)) < 5e-6
+    theirs = spread(qwen.Qwen3NextAttention(config, 3))
+    cos, sin = tb.build_rope_cache(30, 4)
+    hidden = torch.full((30, 30), -math.inf).triu(1)[None, None].double()
+    expected = theirs(x, (cos[None].double(), sin[None].double()), hidden)[0]
+    out = load(our_gated(), gated_weights(theirs))(x, causal=True, cos=cos, sin=sin)[0]
+    assert largest(out, expected) < 5e-6
+    theirs = spread(v32.DeepseekV32Attention(v32_config(TOP_K), 0))
+    cos, sin = tb.build_rope_cache(30, ROPE)
+    expected = theirs(x, (cos[None].double(), sin[None].double()), hidden)[0]
+    ours = load(our_indexed(), indexed_weights(theirs))
+    assert largest(ours(x, causal=True, cos=cos, sin=sin)[0], expected) < 5e-6
+    theirs = spread(v4.DeepseekV4HyperConnection(v4_config(4)))
+    ours = load(HyperConnection(D, eps=1e-3, norm_eps=1e-2), connection_weights(theirs))
+    streams = torch.randn(2, 5, 4, D).double()
+    post, mix, h = theirs(streams)
+    expected = post[..., None] * h.sin()[:, :, None] + mix.mT.double() @ streams
+    assert largest(ours(streams, torch.sin), expected) < 5e-6
+
+
+# =============================================================================================
+# DeepSeek-V3.2
+# =============================================================================================
+
+KV_RANK, Q_RANK, ROPE, NOPE, V_DIM, INDEX_DIM, TOP_K = 20, 24, 6, 10, 9, 14, 5
+
+
+def half_split(weight: Tensor, width: int, start: int) -> Tensor:
+    """Rows start … start + ROPE of each head from pairs (2i, 2i + 1) to halves."""
+    stop = start + ROPE
+    order = [*range(start), *range(start, stop, 2), *range(start + 1, stop, 2)]
+    order += range(stop, width)
+    return weight.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+
+
+def indexed_weights(theirs: nn.Module) -> dict[str, Tensor]:
+    indexer = theirs.indexer
+    return {
+        "attn.q_down.weight": theirs.q_a_proj.weight,
+        "attn.q_norm.weight": theirs.q_a_layernorm.weight,
+        "attn.q_up.weight": half_split(theirs.q_b_proj.weight, NOPE + ROPE, NOPE),
+        "attn.kv_down.weight": half_split(
+            theirs.kv_a_proj_with_mqa.weight, KV_RANK + ROPE, KV_RANK
+        ),
+        "attn.kv_norm.weight": theirs.kv_a_layernorm.weight,
+        "attn.kv_up.weight": theirs.kv_b_proj.weight,
+        "attn.o_proj.weight": theirs.o_proj.weight,
+        "index_q.weight": indexer.wq_b.weight,
+        "index_k.weight": indexer.wk.weight,
+        "index_norm.weight": indexer.k_norm.weight,
+        "index_norm.bias": indexer.k_norm.bias,
+        "index_weight.weight": indexer.weights_proj.weight,
+    }
+
+
+def our_indexed(top_k: int = TOP_K) -> IndexedSparseAttention:
+    sizes = {"kv_rank": KV_RANK, "rope_dim": ROPE, "nope_dim": NOPE, "v_dim": V_DIM}
+    attn = tb.MultiHeadLatentAttention(D, 4, **sizes, q_rank=Q_RANK)
+    return IndexedSparseAttention(attn, n_index_heads=8, index_dim=INDEX_DIM, top_k=top_k)
+
+
+def v32_config(top_k: int) -> DeepseekV32Config:
+    return DeepseekV32Config(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=D_FF,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=KV_RANK,
+        q_lora_rank=Q_RANK,
+        qk_rope_head_dim=ROPE,
+        head_dim=ROPE,
+        v_head_dim=V_DIM,
+        qk_nope_head_dim=NOPE,
+        mlp_layer_types=["dense"] * 2,
+        index_topk=top_k,
+        index_head_dim=INDEX_DIM,
+        index_n_heads=8,
+        attn_implementation="eager",
+    )
+
+
+@pytest.fixture(scope="module", params=[TOP_K, 100])
+def indexed_pair(request) -> tuple[nn.Module, nn.Module]:
+    theirs = spread(DeepseekV32ForCausalLM(v32_config(request.param)))
+    weights = {
+        "embedding.weight": theirs.model.embed_tokens.weight,
+        "final_norm.weight": theirs.model.norm.weight,
+        "lm_head.weight": theirs.lm_head.weight,
+    }
+    for number, layer in enumerate(theirs.model.layers):
+        own = below("attn", indexed_weights(layer.self_attn)) | {
+            "norm1.weight": layer.input_layernorm.weight,
+            "norm2.weight": layer.post_attention_layernorm.weight,
+            "ffn.gate.weight": layer.mlp.gate_proj.weight,
+            "ffn.up.weight": layer.mlp.up_proj.weight,
+            "ffn.down.weight": layer.mlp.down_proj.weight,
+        }
+        weights |= below(f"blocks.{number}", own)
+
+    def make_block(_layer: int) -> nn.Module:
+        return tb.ModernDecoderBlock(D, d_ff=D_FF, attn=our_indexed(request.param))
+
+    options = {"make_block": make_block, "max_len": 40, "tie_embeddings": False}
+    return theirs, load(tb.DecoderOnlyLM(V, D, 2, **options), weights)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("wide")
+def test_deepseek_v32_full_pass_and_decoding(indexed_pair):
+    theirs, ours = indexed_pair
+    ids = torch.randint(V, (2, 17))
+    expected = theirs(ids).logits
+    assert expected.std() > 0.5
+    assert largest(ours(ids), expected) < LIMIT
+    caches, cache = ours.new_caches(), DynamicCache(config=theirs.config)
+    assert [type(c) for c in caches] == [IndexedCache] * 2
+    for part in ids.split((3, 5, 1, 1, 6, 1), dim=1):
+        step = theirs(part, cache=cache).logits
+        assert largest(ours(part, kv_caches=caches), step) < LIMIT
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("wide")
+def test_deepseek_v32_generates_the_same_with_left_padding(indexed_pair):
+    theirs, ours = indexed_pair
+    ids = torch.randint(2, V, (3, 9))
+    real = torch.arange(9) >= torch.tensor([0, 2, 7])[:, None]
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.generate(ids, attention_mask=real.long(), **options)
+    tokens = ours.generate(ids, 12, key_padding_mask=real)
+    assert torch.equal(tokens, expected)
+    for row, start in zip(tokens, (0, 2, 7)):
+        assert torch.equal(ours.generate(row[None, start:9], 12)[0], row[start:])
+
+
+@torch.no_grad()
+def test_a_single_token_reads_only_the_chosen_rows(monkeypatch):
+    layer, (cos, sin) = our_indexed().double(), tb.build_rope_cache(30, ROPE)
+    x, cache, read = torch.randn(2, 30, D).double(), IndexedCache(), []
+    run = layer.attn.absorbed
+    monkeypatch.setattr(layer.attn, "absorbed", lambda *a: read.append(a[2].shape[2]) or run(*a))
+    layer(x[:, :29], causal=True, cos=cos, sin=sin, kv_cache=cache)
+    one = layer(x[:, 29:], causal=True, cos=cos, sin=sin, kv_cache=cache)[0]
+    assert read == [TOP_K]
+    assert largest(one, layer(x, causal=True, cos=cos, sin=sin)[0][:, 29:]) < 1e-12
+
+
+@torch.no_grad()
+def test_packed_documents_pass_through_the_shell(indexed_pair):
+    _, ours = indexed_pair
+    ids = torch.randint(V, (1, 14))
+    documents = (torch.arange(14) < 6)[:, None] == (torch.arange(14) < 6)
+    packed = ours(ids, mask=documents)
+    assert largest(packed[:, :6], ours(ids[:, :6])) < 1e-6
+    assert largest(packed[:, 6:], ours(ids[:, 6:])) < 1e-6  # tables are float32: other positions
+
+
+# =============================================================================================
+# DeepSeek-V4
+# =============================================================================================
+
+
+def v4_config(n_streams: int, n_rounds: int = 20) -> DeepseekV4Config:
+    sizes = {"num_hidden_layers": 1, "head_dim": 16, "num_attention_heads": 2, "hidden_size": D}
+    sizes |= {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"o_groups": 1, "o_lora_rank": 8, "q_lora_rank": 8, "index_n_heads": 2}
+    streams = {"hc_mult": n_streams, "hc_sinkhorn_iters": n_rounds, "hc_eps": 1e-3}
+    return DeepseekV4Config(**sizes, **streams, rms_norm_eps=1e-2, vocab_size=V)
+
+
+def connection_weights(theirs: nn.Module) -> dict[str, Tensor]:
+    return {"proj.weight": theirs.fn, "bias": theirs.base, "scale": theirs.scale}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("n_streams", "n_rounds"), [(4, 20), (3, 1), (2, 2)])
+@pytest.mark.usefixtures("wide")
+def test_hyper_connection_equals_the_official_one(n_streams, n_rounds):
+    theirs = spread(v4.DeepseekV4HyperConnection(v4_config(n_streams, n_rounds)))
+    options = {"n_rounds": n_rounds, "eps": 1e-3, "norm_eps": 1e-2}
+    ours = load(HyperConnection(D, n_streams, **options), connection_weights(theirs))
+    streams = torch.randn(2, 5, n_streams, D).double()
+    post, mix, collapsed = theirs(streams)
+    seen = []
+    out = ours(streams, lambda h: seen.append(h) or h.sin())
+    expected = post[..., None] * collapsed.sin()[:, :, None] + mix.mT.double() @ streams
+    assert largest(seen[0], collapsed) < LIMIT and largest(out, expected) < LIMIT
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("wide")
+def test_stream_collapse_equals_the_official_head():
+    theirs = spread(v4.DeepseekV4HyperHead(v4_config(4)))
+    weights = {"proj.weight": theirs.hc_fn, "bias": theirs.hc_base, "scale": theirs.hc_scale}
+    ours = load(StreamCollapse(D, eps=1e-3, norm_eps=1e-2), weights)
+    streams = torch.randn(2, 5, 4, D).double()
+    assert largest(ours(streams), theirs(streams)) < LIMIT
+
+
+class Plugged(nn.Module):
+    """One of our sublayers in the place of one of V4's own."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor, **_: object) -> object:
+        return self.run(x)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("wide")
+def test_block_wires_its_streams_as_the_official_layer():
+    theirs = v4.DeepseekV4DecoderLayer(v4_config(4), 0)
+    attn, ffn = tb.MultiHeadAttention(D, 4, 2, rope=True), tb.GatedFFN(D, D_FF)
+    cos, sin = tb.build_rope_cache(6, 8)
+    theirs.self_attn, theirs.mlp = nn.Module(), nn.Module()
+    spread(theirs), attn.double(), ffn.double()
+    theirs.self_attn = Plugged(lambda x: attn(x, causal=True, cos=cos, sin=sin))
+    theirs.mlp = Plugged(ffn)
+    ours = HyperConnectedBlock(D, attn=attn, ffn=ffn, eps=1e-2).double()
+    for name, part in (("attn_hc", ours.attn_streams), ("ffn_hc", ours.ffn_streams)):
+        part.eps, part.norm_eps = 1e-3, 1e-2
+        load(part, connection_weights(getattr(theirs, name)))
+    ours.norm1.weight = theirs.input_layernorm.weight
+    ours.norm2.weight = theirs.post_attention_layernorm.weight
+    streams = torch.randn(2, 6, 4, D).double()
+    assert largest(ours(streams, cos, sin), theirs(streams)) < LIMIT
+
+
+@torch.no_grad()
+def test_streams_stay_bounded_however_deep():
+    """A product of doubly stochastic matrices is one: no sublayer, a thousand layers."""
+    layer = HyperConnection(8).double()
+    nn.init.normal_(layer.bias, std=3)
+    start = streams = torch.randn(1, 1, 4, 8).double()
+    for _ in range(1000):
+        streams = layer(streams, torch.zeros_like)
+    assert 0.9 < streams.mean(2).norm() / start.mean(2).norm() < 1.1
+
+
+# =============================================================================================
+# In the script's shell, compiled, on other paths
+# =============================================================================================
+
+
+def hybrid() -> tb.DecoderOnlyLM:
+    def make_block(layer: int) -> nn.Module:
+        return tb.ModernDecoderBlock(D, d_ff=D_FF, attn=our_gated() if layer == 3 else our_delta())
+
+    torch.manual_seed(1)
+    return tb.DecoderOnlyLM(V, D, 4, rope_dim=4, make_block=make_block, max_len=64)
+
+
+def test_hybrid_learns():
+    model = hybrid()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.randint(V, (1, 6)).repeat(4, 5)
+    losses = []
+    for _ in range(12):
+        loss = tb.next_token_loss(model(ids), ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert abs(losses[0] - math.log(V)) < 0.2 and losses[-1] < 0.5 * losses[0]
+
+
+def test_hybrid_refuses_what_a_state_cannot_do():
+    model, ids = hybrid(), torch.randint(V, (1, 8))
+    with pytest.raises(ValueError, match="mask must be None"):
+        model(ids, mask=torch.ones(8, 8, dtype=torch.bool))
+    model.windows[0] = 4
+    with pytest.raises(ValueError, match="mask must be None"):
+        model(ids)
+    with pytest.raises(TypeError, match="DeltaNetState"):
+        hybrid()(ids, kv_caches=[tb.KVCache() for _ in range(4)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [our_gated, our_delta, our_indexed])
+def test_layers_are_one_graph_with_and_without_a_cache(make):
+    layer, x = make(), torch.randn(1, 7, D)
+    cos, sin = tb.build_rope_cache(8, 16 if make is our_gated else ROPE)
+    given = {"causal": True, "cos": cos, "sin": sin}
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    full, cache = layer(x, **given)[0], getattr(layer, "new_cache", tb.KVCache)()
+    torch.testing.assert_close(compiled(x, **given)[0], full)
+    steps = [compiled(part, kv_cache=cache, **given)[0] for part in x.split((5, 1, 1), dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), full)
+
+
+@pytest.mark.parametrize("B_T", [(0, 5), (3, 0), (1, 1)])
+def test_empty_and_single_inputs(B_T):
+    model = hybrid()
+    out = model(torch.zeros(B_T, dtype=torch.long), kv_caches=model.new_caches())
+    assert out.shape == (*B_T, V)
+
+
+# =============================================================================================
+# The file as it is called
+# =============================================================================================
+
+
+def call(*arguments: str, **options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(FILE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_every_proof_passes():
+    run = call()
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0, run.stdout
+    assert [line[:5] for line in lines[:5]] == [f"[A0{i}]" for i in range(1, 6)]
+    assert all(line.endswith("  PASS") for line in lines[:5])
+    assert lines[5:] == ["", "all operators of 2025 and 2026 proved ✓"]
+
+
+def test_proofs_leave_the_generator_alone():
+    state = torch.get_rng_state()
+    after_2025.demo_A04()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_list_and_single_proofs(capsys):
+    assert after_2025.main(["--list"]) == 0
+    assert capsys.readouterr().out.count("\n") == 5
+    assert after_2025.main(["a04"]) == 0
+    assert capsys.readouterr().out.startswith("[A04]")
+
+
+@pytest.mark.parametrize("wrong", [["A9"], ["--show", "Nothing"], ["--show", "check_chunks"]])
+def test_wrong_calls_are_one_line(wrong, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        after_2025.main(wrong)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and err.count("\n") == 1 and not out
+
+
+def test_a_failed_proof_is_status_1(monkeypatch, capsys):
+    monkeypatch.setattr(after_2025.OutputGatedAttention, "forward", lambda self, x, **_: (x, None))
+    assert after_2025.main(["A01"]) == 1
+    assert capsys.readouterr().out.splitlines()[0].endswith("FAIL")
+
+
+NAMES = [
+    name
+    for name, value in vars(after_2025).items()
+    if getattr(value, "__module__", "") == "after_2025"
+    and not name.startswith(("demo_", "check_", "reference_", "main"))
+]
+
+
+def shown(name: str, capsys) -> str:
+    assert after_2025.main(["--show", name]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shown_text_runs_alone(name, capsys):
+    text = shown(name, capsys)
+    nodes = ast.parse(text).body
+    imported = [a for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names]
+    imported = [alias.asname or alias.name.partition(".")[0] for alias in imported]
+    defined = [node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    used = {part.id for part in ast.walk(ast.parse(text)) if isinstance(part, ast.Name)}
+    assert name in defined and "transformer_block" not in text.replace("transformer_block.py", "")
+    assert len(set(imported + defined)) == len(imported + defined) and set(imported) <= used
+    space: dict[str, object] = {}
+    exec(text, space)
+    known = {*vars(tb), *vars(after_2025)} - set(dir(builtins)) - {"F", "nn", "tb"}
+    missing = {word for word in used & known if word not in space}
+    assert not missing
+
+
+def test_shown_text_works(capsys):
+    space: dict[str, object] = {}
+    exec(shown("GatedDeltaNet", capsys), space)
+    layer, x = space["GatedDeltaNet"](8, 1, 2, k_dim=4, v_dim=4), torch.randn(2, 70, 8)
+    state = layer.new_cache()
+    parts = [layer(part, kv_cache=state)[0] for part in x.split((69, 1), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), layer(x)[0])
+
+
+def test_show_prints_methods_in_any_case(capsys):
+    assert shown("gateddeltanet.FORWARD", capsys).startswith("def forward(self, x: Tensor")
+    assert shown("SINKHORN", capsys).count("\ndef ") == 1
+
+
+def test_each_class_fits_on_a_page():
+    for name in NAMES:
+        assert len(inspect.getsource(getattr(after_2025, name)).splitlines()) <= 70, name
+
+
+# =============================================================================================
+# Planted faults: the file's own proofs must turn FAIL
+# =============================================================================================
+
+# In the class or function, what stands there once becomes something else.
+FAULTS: dict[str, list[tuple[str, str]]] = {
+    "OutputGatedAttention": [
+        ("heads * torch.sigmoid(self.gate_proj(x))", "heads"),
+        ("torch.sigmoid(self.gate_proj(x))", "nn.functional.silu(self.gate_proj(x))"),
+        ("torch.sigmoid(self.gate_proj(x))", "(1 + torch.sigmoid(self.gate_proj(x)))"),
+        ("torch.sigmoid(self.gate_proj(x))", "torch.sigmoid(self.gate_proj(x)).mean(-1, True)"),
+        ("torch.sigmoid(self.gate_proj(x))", "torch.sigmoid(-self.gate_proj(x))"),
+        ("torch.sigmoid(self.gate_proj(x))", "torch.sigmoid(self.gate_proj(x)).roll(1, 1)"),
+        ("torch.sigmoid(self.gate_proj(x))", "torch.sigmoid(self.gate_proj(x)).roll(6, 2)"),
+        ("heads * torch.sigmoid(self.gate_proj(x))", "heads * torch.sigmoid(heads)"),
+        ("self.o_proj.in_features, bias=False", "self.o_proj.in_features"),
+        ("self.attn(x, **options)", "self.attn(x, **{**options, 'key_padding_mask': None})"),
+        ("self.attn(x, **options)", "self.attn(x, **{**options, 'kv_cache': None})"),
+        ("nn.Identity()", "attn.o_proj"),
+    ],
+    "delta_rule_recurrent": [
+        ("log_decay[:, :, t, None, None].exp() * state", "state"),
+        ("(v[:, :, t] - recalled)", "v[:, :, t]"),
+        ("beta[:, :, t, None] *", ""),
+        ("state = state + k[", "state = k["),
+        ("q[:, :, t, None] @ state)", "q[:, :, t - 1, None] @ state)"),
+    ],
+    "delta_rule_chunked": [
+        (
+            "(total[..., None] - total[..., None, :]).tril().exp()",
+            "(total[..., None] - total[..., None, :]).exp()",
+        ),
+        ("system, right = beta * between", "system, right = between"),
+        ("since * (q @ state)", "q @ state"),
+        ("(v - since * (k @ state))", "(v - k @ state)"),
+        ("end.exp()[..., None] * state", "state"),
+        ("(left * k).mT", "k.mT"),
+        ("(between * (q @ k.mT)) @ u", "(between.tril(-1) * (q @ k.mT)) @ u"),
+        ("unitriangular=True", "unitriangular=False"),
+    ],
+    "CausalConvolution": [
+        ("columns[:, lag : lag + T]", "columns[:, lag + 1 : lag + T + 1]"),
+        ("enumerate(self.weight)", "enumerate(self.weight.flip(0))"),
+        ("columns[:, T:].clone()", "columns[:, T:]"),
+        ("columns[:, T:].clone()", "before.clone()"),
+    ],
+    "DeltaNetState": [
+        ("self.next_pos + length, state, columns", "self.next_pos + 1, state, columns"),
+        ("self._before = self.next_pos, self.state, self.columns", "self._before = None"),
+        ("if length == 0:", "if length < self.next_pos:"),
+        ("self.state.shape != shapes[0] or", ""),
+    ],
+    "GatedDeltaNet": [
+        ("F.silu(mixed)", "mixed"),
+        ("mixed, columns = self.conv(mixed, columns)", "mixed, _ = self.conv(mixed, columns)"),
+        ("+ 1e-6) for t", "+ 1e-3) for t"),
+        (
+            "t.repeat_interleave(v.shape[1] // t.shape[1], dim=1)",
+            "t.repeat(1, v.shape[1] // t.shape[1], 1, 1)",
+        ),
+        (".to(v).sigmoid().mT", ".to(v).tanh().mT"),
+        (
+            "F.softplus(self.decay_proj(x).to(v) + self.dt_bias)",
+            "F.softplus(self.decay_proj(x).to(v))",
+        ),
+        ("-speed.mT", "-speed.mT.exp()"),
+        ("self.A_log.to(v).exp() *", "self.A_log.to(v) *"),
+        ("q * self.k_dim**-0.5", "q"),
+        ("q * self.k_dim**-0.5", "q * self.v_dim**-0.5"),
+        ("self.norm(out.transpose(1, 2)) * gate", "self.norm(out.transpose(1, 2) * gate)"),
+        ("F.silu(self.gate_proj(x).to(v))", "F.sigmoid(self.gate_proj(x).to(v))"),
+        ("cache.update(T, state, columns)", "pass"),
+        (".uniform_(0.01, 16)", ".uniform_(0.01, 1)"),
+        (".to(state.dtype).split(self.widths", ".split(self.widths"),
+    ],
+    "require_recurrent": [
+        ("return x.masked_fill(~key_padding_mask[:, cached:, None], 0)", "return x"),
+        ("key_padding_mask[:, cached:, None]", "key_padding_mask[:, :T, None]"),
+        (
+            "x.masked_fill(~key_padding_mask[:, cached:, None], 0)",
+            "x * key_padding_mask[:, cached:, None]",
+        ),
+        ("if mask is not None or not causal:", "if mask is not None:"),
+    ],
+    "IndexedCache": [
+        ("self.index.truncate(self.next_pos)", "pass"),
+        ("copy.deepcopy(self)", "self"),
+    ],
+    "ChosenRows": [
+        ("t[batch, 0, self.rows]", "t[batch, 0, self.rows * 0]"),
+    ],
+    "IndexedSparseAttention": [
+        ("F.relu(keys[:, 0].to(wide) @ rows.mT)", "(keys[:, 0].to(wide) @ rows.mT)"),
+        ("(weight[..., None] * hits)", "hits"),
+        (
+            "weight = self.index_weight(x).to(wide).mT",
+            "weight = self.index_weight(x).to(wide).softmax(-1).mT",
+        ),
+        (
+            "weight = self.index_weight(x).to(wide).mT",
+            "weight = self.index_weight(x).to(wide).abs().mT",
+        ),
+        (
+            "return apply_rope(self.index_norm(self.index_k(x))[:, None], cos, sin)",
+            "return self.index_norm(self.index_k(x))[:, None]",
+        ),
+        ("self.index_norm(self.index_k(x))", "self.index_k(x)"),
+        (
+            "apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)",
+            "MultiHeadAttention.split_heads(q, self.index_dim)",
+        ),
+        ("self.attn.q_norm(self.attn.q_down(x))", "self.attn.q_down(x)"),
+        ("scores = scores.masked_fill(~keep, -math.inf)", "pass"),
+        ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k - 1, dim=-1)"),
+        ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k, dim=-1, largest=False)"),
+        ("allowed if keep is None else allowed & keep", "allowed"),
+        ("keys if kv_cache is None else kv_cache.append_index(keys)", "keys"),
+        ("if keys.shape[2] <= self.top_k:", "if keys.shape[2] <= self.top_k + 1:"),
+        ("if x.shape[1] == 1 and keep is None:", "if False:"),
+        ("* self.index_dim) ** -0.5", ") ** -0.5"),
+    ],
+    "require_indexed": [
+        ("if causal and T > 1:", "if False:"),
+        ("positions[S - T :], positions", "positions[:T], positions"),
+        ("keep & past", "past"),
+    ],
+    "sinkhorn": [
+        ("logits.softmax(dim=-1) + eps", "logits.softmax(dim=-2) + eps"),
+        ("logits.softmax(dim=-1) + eps", "logits.sigmoid() + eps"),
+        ("if round:", "if False:"),
+        ("matrix.sum(dim=-2, keepdim=True)", "1"),
+        ("range(n_rounds)", "range(1)"),
+    ],
+    "HyperConnection": [
+        ("mix.mT @ streams.to(mix)", "mix @ streams.to(mix)"),
+        ("mix.mT @ streams.to(mix)", "streams"),
+        ("mix.mT @ streams.to(mix) + post", "post"),
+        ("post[..., None] * out[:, :, None]", "out[:, :, None]"),
+        ("h = (pre[..., None] * streams).sum(dim=2)", "h = streams.mean(dim=2)"),
+        ("2 * post.sigmoid()", "post.sigmoid()"),
+        ("2 * post.sigmoid()", "2 * post.tanh()"),
+        ("pre.sigmoid() + self.eps", "pre.sigmoid()"),
+        ("pre.sigmoid() + self.eps", "pre.softmax(-1) + self.eps"),
+        ("a * part + b for", "part + b for"),
+        ("normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)", "normed = wide"),
+        ("streams.flatten(2).to(", "streams.mT.flatten(2).to("),
+        ("-math.log(n_streams - 1)", "-math.log(n_streams)"),
+        ("torch.zeros(n_streams)", "torch.ones(n_streams)"),
+    ],
+    "StreamCollapse": [
+        ("logits.sigmoid() + self.eps", "logits.softmax(-1) + self.eps"),
+        ("self.scale * self.proj", "self.proj"),
+        ("+ self.bias", ""),
+    ],
+    "HyperConnectedBlock": [
+        ("self.ffn(self.norm2(h))", "self.ffn(self.norm1(h))"),
+        ("return self.ffn_streams(x,", "return self.attn_streams(x,"),
+        ('"causal": mask is None', '"causal": False'),
+        ("self.attn(self.norm1(h), **seen, **at)[0]", "self.attn(h, **seen, **at)[0]"),
+    ],
+}
+
+
+PROOFS = {
+    **dict.fromkeys(("OutputGatedAttention",), "A01"),
+    **dict.fromkeys(("delta_rule_recurrent", "delta_rule_chunked", "CausalConvolution"), "A02"),
+    **dict.fromkeys(("DeltaNetState", "GatedDeltaNet", "require_recurrent"), "A02"),
+    **dict.fromkeys(("IndexedCache", "ChosenRows", "IndexedSparseAttention"), "A03"),
+    **dict.fromkeys(("require_indexed",), "A03"),
+    **dict.fromkeys(("sinkhorn", "HyperConnection", "StreamCollapse"), "A04"),
+    **dict.fromkeys(("HyperConnectedBlock",), "A04"),
+}
+
+
+def test_each_operator_has_ten_faults():
+    names = "OutputGatedAttention", "GatedDeltaNet", "IndexedSparseAttention", "HyperConnection"
+    assert all(len(FAULTS[name]) >= 10 for name in names)
+
+
+def verdict(place: str, old: str, new: str) -> bool:
+    """Whether every proof still holds with old made new in that class or function."""
+    source = FILE.read_text(encoding="utf-8")
+    node = next(n for n in ast.parse(source).body if getattr(n, "name", "") == place)
+    lines = source.splitlines(keepends=True)
+    text = "".join(lines[node.lineno - 1 : node.end_lineno])
+    assert text.count(old) == 1, f"{old!r} must stand once in {place}"
+    module = types.ModuleType("faulty")
+    faulty = compile(source.replace(text, text.replace(old, new)), FILE.name, "exec")
+    exec(faulty, module.__dict__)
+    proofs, first = module.main_demos(), PROOFS[place]
+    order = sorted(proofs, key=lambda name: name != first)  # the likeliest to see it first
+    return all(tb.main_verdict(proofs[name], "cpu")[0] for name in order)
+
+
+def test_proofs_hold_without_a_fault():
+    assert verdict("HyperConnection", "n_streams**2  #", "n_streams * n_streams  #")
+
+
+@pytest.mark.parametrize(
+    ("place", "old", "new"), [(place, *f) for place, rows in FAULTS.items() for f in rows]
+)
+def test_planted_fault_turns_a_proof(place, old, new):
+    assert not verdict(place, old, new)
