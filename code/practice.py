@@ -148,9 +148,8 @@ class TimeUp(BaseException):
 
 
 class Raised(NamedTuple):
-    """An exception of theirs: its kind, and how Python shows it, cut to their file."""
+    """An exception of theirs: how Python shows it, cut to their file."""
 
-    kind: str
     lines: tuple[str, ...]
 
 
@@ -230,7 +229,7 @@ def gradients(result: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor | N
         raise Trouble("its result has no gradient: something detaches it, or no_grad is on")
     weighted = (result * drawn("loss", *result.shape).to(result.dtype)).sum()
     found = torch.autograd.grad(weighted, list(leaves.values()), allow_unused=True)
-    return {f"gradient of {name}": grad for name, grad in zip(leaves, found)}
+    return {f"the gradient of {name}": grad for name, grad in zip(leaves, found)}
 
 
 def function_case(
@@ -266,23 +265,19 @@ def outcome(case: Case, subject: object) -> dict[str, object]:
         return {"raised": raised(error)}
 
 
-def raised(error: BaseException, filename: str | None = None) -> Raised:
-    """The exception as Python shows it, frames of this file and of torch left out."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_theirs(f.filename)]
+THEIRS: set[str] = set()  # names of files that are being judged
+
+
+def raised(error: BaseException) -> Raised:
+    """The exception as Python shows it, cut to the last two frames in their file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in THEIRS]
     lines = [line for frame in traceback.format_list(frames[-2:]) for line in frame.splitlines()]
     lines = [line.strip("\n") for line in lines if set(line.strip()) - set("^~ ")]
     message = traceback.format_exception_only(type(error), error)
     if isinstance(error, SyntaxError):
-        return Raised(type(error).__name__, tuple("".join(message).rstrip().split("\n")[-4:]))
+        return Raised(tuple("".join(message).rstrip().split("\n")[-4:]))
     last = "".join(message).strip().split("\n")[0]
-    return Raised(type(error).__name__, (*lines, last[:300]))
-
-
-THEIRS: set[str] = set()  # names of files that are being judged
-
-
-def is_theirs(filename: str) -> bool:
-    return filename in THEIRS
+    return Raised((*lines, last[:300]))
 
 
 FORGET: list[Callable] = []  # cache_clear of what their file caches
@@ -399,10 +394,10 @@ def short(value: object) -> str:
 # Parameters: which of theirs is which of the answer's
 # =============================================================================================
 #
-# The answer's weights are cut into atoms: one matrix or vector each, all numbers of all atoms in
-# one flat vector. A layout says for a parameter which entries of that vector it holds: an int64
-# tensor of the parameter's shape. It is made by cutting and joining tensors of places as one would
-# cut and join the weights. Loading is indexing, and gradients come back the same way.
+# All numbers of an answer's weights lie in one flat vector. The layout of a parameter says which
+# entries of that vector it holds: an int64 tensor of its shape. Layouts are made by cutting and
+# joining tensors of places as one would cut and join the weights. So loading is indexing, gradients
+# come back the same way, and an assignment fits when every place is used once.
 
 # What a name may be called, by the last part of the answer's own name. Hints only: they order what
 # is tried.
@@ -3092,6 +3087,9 @@ KNOWN_MISTAKES = r"""
 -latent = torch.cat((cache[0], latent), dim=1)
 +latent = torch.cat((latent, cache[0]), dim=1)
 # SwitchFFN
+* the next expert is called: the router's rows and the experts differ by one
+-(chosen == e)
++(chosen == (e + 1) % len(self.experts))
 * the weight is renormalised to 1, so the router never learns; the probability stays on
 -weight[rows, None] * expert(tokens[rows])
 +expert(tokens[rows])
@@ -3170,6 +3168,9 @@ KNOWN_MISTAKES = r"""
 -F.silu(self.gate(x))
 +F.relu(self.gate(x))
 # MixtralFFN
+* the next expert is called: the router's rows and the experts differ by one
+-(chosen == e)
++(chosen == (e + 1) % len(self.experts))
 * the weights are not renormalised; over the chosen they sum to 1
 -        weights = weights / weights.sum(dim=-1, keepdim=True)
 -
