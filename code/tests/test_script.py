@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import gc
 import inspect
 import io
@@ -308,6 +309,7 @@ class Refuse:
         raise AssertionError(message)
 
 
+@functools.cache
 def shown(*names: str) -> str:
     return tb.main_source(Refuse, list(names))
 
