@@ -35,9 +35,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import transformer_block as tb
-
 import recipes
+import transformer_block as tb
 
 WIDTH = 390
 INK, GREY, PALE, CARD = "#1f2328", "#59636e", "#d1d9e0", "#fbfaf7"
