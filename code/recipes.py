@@ -264,9 +264,10 @@ def geglu(s: Sizes, _layer: int) -> nn.Module:
     return tb.GatedFFN(s.d_model, s.d_ff, tanh_gelu)
 
 
-def experts_in(layers: Callable[[int], bool], experts: Callable) -> Callable:
-    """Experts in the layers named, a dense SwiGLU in the others."""
-    return lambda s, layer: (experts if layers(layer) else swiglu)(s, layer)
+def some_experts(s: Sizes, layer: int, *, sparse: Callable[[int], bool],
+                 experts: Callable) -> nn.Module:  # fmt: skip
+    """Experts in the layers that are sparse, a dense SwiGLU in the others."""
+    return (experts if sparse(layer) else swiglu)(s, layer)
 
 
 def softmax_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
@@ -293,8 +294,9 @@ def llama4_experts(s: Sizes, _layer: int, *, n_experts: int, width: int) -> nn.M
     return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width), weigh_input=True)
 
 
-def gpt_oss_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int) -> nn.Module:
-    experts = (tb.ClampedGatedFFN(s.d_model, s.d_ff) for _ in range(n_experts))
+def gpt_oss_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
+                    limit: float = 7.0) -> nn.Module:  # fmt: skip
+    experts = (tb.ClampedGatedFFN(s.d_model, s.d_ff, limit=limit) for _ in range(n_experts))
     return tb.MixtureFFN(tb.SoftmaxRouter(s.d_model, n_experts, top_k, bias=True), experts)
 
 
@@ -434,6 +436,13 @@ GEMMA3 = {"vocab_size": 262144, "eps": 1e-6, "tied": True}
 QWEN = {"eps": 1e-6, "base": 1e6}
 MLA = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "v_dim": 128}
 MLA |= {"tables": partial(yarn_tables, factor=40), "score_gain": yarn_gain(40) ** 2}
+DEEPSEEK_V2_EXPERTS = partial(
+    softmax_experts, n_experts=160, top_k=6, width=1536, n_shared=2, renormalise=False, scale=16.0,
+    n_groups=8, top_groups=3,
+)  # fmt: skip
+DEEPSEEK_V3_EXPERTS = partial(
+    sigmoid_experts, n_experts=256, top_k=8, width=2048, scale=2.5, n_groups=8, top_groups=4
+)
 OSS = {"tables": partial(yarn_tables, factor=32, rounded=False, gain=yarn_gain(32))}
 OSS_SIZES = {"vocab_size": 201088, "base": 150000.0}
 OSS_WINDOWS = {"window": 128, "full_every": 2, "attn": partial(gpt_oss_attention, **OSS)}
@@ -560,8 +569,10 @@ RECIPES = {
         Sizes(48, 5120, 40, 8, 128, 16384, **LLAMA4),
         {
             "attn": partial(llama4_attention, normed=False, tables=UNSCALED),
-            "ffn": experts_in(
-                lambda layer: layer % 2 == 1, partial(llama4_experts, n_experts=128, width=8192)
+            "ffn": partial(
+                some_experts,
+                sparse=lambda layer: layer % 2 == 1,
+                experts=partial(llama4_experts, n_experts=128, width=8192),
             ),
         },
         (400e9, 17e9),
@@ -671,19 +682,8 @@ RECIPES = {
         Sizes(60, 5120, 128, 128, 192, 12288, 102400, 1e-6),
         {
             "attn": partial(latent_attention, **MLA),
-            "ffn": experts_in(
-                lambda layer: layer >= 1,
-                partial(
-                    softmax_experts,
-                    n_experts=160,
-                    top_k=6,
-                    width=1536,
-                    n_shared=2,
-                    scale=16.0,
-                    renormalise=False,
-                    n_groups=8,
-                    top_groups=3,
-                ),
+            "ffn": partial(
+                some_experts, sparse=lambda layer: layer >= 1, experts=DEEPSEEK_V2_EXPERTS
             ),
         },
         (236e9, 21e9),
@@ -695,17 +695,8 @@ RECIPES = {
         Sizes(61, 7168, 128, 128, 192, 18432, 129280, 1e-6),
         {
             "attn": partial(latent_attention, **MLA),
-            "ffn": experts_in(
-                lambda layer: layer >= 3,
-                partial(
-                    sigmoid_experts,
-                    n_experts=256,
-                    top_k=8,
-                    width=2048,
-                    scale=2.5,
-                    n_groups=8,
-                    top_groups=4,
-                ),
+            "ffn": partial(
+                some_experts, sparse=lambda layer: layer >= 3, experts=DEEPSEEK_V3_EXPERTS
             ),
         },
         (671e9, 37e9),

@@ -24,7 +24,6 @@ import importlib.util
 import inspect
 import itertools
 import math
-import operator
 import os
 import sys
 import textwrap
@@ -528,8 +527,9 @@ class MultiHeadLatentAttention(nn.Module):
     def absorbs(self) -> bool:
         """Whether kv_up is a bare matrix: an adapter, a bias or a hook must be called."""
         up = self.kv_up
-        hooked = up._forward_hooks or up._forward_pre_hooks
-        return type(up) is nn.Linear and up.bias is None and not hooked
+        hooks = up._forward_hooks, up._forward_pre_hooks, up._backward_hooks, up._backward_pre_hooks
+        bare = type(up) is nn.Linear and "forward" not in vars(up)
+        return bare and up.bias is None and not any(hooks)
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
                  causal: bool) -> Tensor:  # fmt: skip
@@ -1278,7 +1278,7 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
 
     In shape a str names an axis of any size and a leading ... stands for any number of axes.
     With a layer, the dtype must be that of its weight, except under autocast; what has been put in
-    its place may take any. Returns the shape.
+    its place, or hooked, may take any. Returns the shape.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -1287,7 +1287,8 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     came = "floating" if dtype.is_floating_point else came
     if came != kind or dtype.is_complex:
         raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
-    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else dtype
+    plain = type(layer) in (nn.Linear, nn.LayerNorm) and not layer._forward_pre_hooks
+    like = layer.weight.dtype if plain else dtype
     if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
     wanted = shape
@@ -1677,25 +1678,14 @@ def reference_turn(x: Tensor, r: int, base: float = 10000.0, start: int = 0) -> 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None,
                         scale: float | None = None,
                         softcap: float | None = None) -> Tensor:  # fmt: skip
-    """One query at a time over the keys that it may attend to, in plain Python."""
-    (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
-    seen = torch.ones(B, 1, T, S) if keep is None else keep.expand(B, 1, T, S)
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    Q, K, V, seen = q.tolist(), k.tolist(), v.tolist(), seen.tolist()
-    rows = []
-    for b, h, t in itertools.product(range(B), range(H), range(T)):
-        g = h // (H // G)
-        open_keys = [s for s in range(S) if seen[b][0][t][s]]
-        scores = [scale * sum(map(operator.mul, Q[b][h][t], K[b][g][s])) for s in open_keys]
-        if softcap is not None:
-            scores = [softcap * math.tanh(score / softcap) for score in scores]
-        top = max(scores, default=0.0)
-        weights = [math.exp(score - top) for score in scores]
-        values = [V[b][g][s] for s in open_keys]
-        columns = zip(*values) if values else [()] * v.shape[-1]
-        total = sum(weights) or 1
-        rows.append([sum(map(operator.mul, weights, column)) / total for column in columns])
-    return torch.tensor(rows, dtype=torch.float64, device=q.device).view(B, H, T, v.shape[-1])
+    """Softmax over the open keys, with K and V copied out to every query head."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("bhtc,bhsc->bhts", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    open_keys = torch.ones_like(scores[:, :1]) if keep is None else keep
+    weights = scores.exp() * open_keys
+    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-300)
+    return torch.einsum("bhts,bhsc->bhtc", weights, v)
 
 
 def reference_heads(x: Tensor, linear: nn.Linear, width: int) -> Tensor:
@@ -1761,9 +1751,8 @@ def reference_ffn(ffn: nn.Module, x: Tensor) -> Tensor:
         return h @ layer.weight.T + (0.0 if layer.bias is None else layer.bias)
 
     if isinstance(ffn, ClampedGatedFFN):
-        g, u = linear(ffn.gate, x), linear(ffn.up, x)
-        g, u = torch.where(g > ffn.limit, ffn.limit, g), torch.where(u > ffn.limit, ffn.limit, u)
-        u = torch.where(u < -ffn.limit, -ffn.limit, u)
+        g = linear(ffn.gate, x).clamp(max=ffn.limit)
+        u = linear(ffn.up, x).clamp(-ffn.limit, ffn.limit)
         return linear(ffn.down, (u + 1) * g / (1 + torch.exp(-ffn.alpha * g)))
     if isinstance(ffn, GatedFFN):
         return linear(ffn.down, formula(linear(ffn.gate, x)) * linear(ffn.up, x))
@@ -2108,9 +2097,11 @@ def check_decoding(device: str) -> dict[str, bool]:
     cache.append(k[:, :, :4], v[:, :, :4])
     claims["absorbed"] = check_close(mla(x[:, 4:], kv_cache=cache, **given)[0], out[:, 4:])
     del mla.expanded
-    ups = {name: nn.Linear(6, 32, bias=name == "bias") for name in ("bias", "hook", "pre-hook")}
+    kinds = ("bias", "hook", "pre-hook", "patch")
+    ups = {name: nn.Linear(6, 32, bias=name == "bias") for name in kinds}
     ups["hook"].register_forward_hook(lambda _layer, _args, out: 2 * out)
     ups["pre-hook"].register_forward_pre_hook(lambda _layer, args: (3 * args[0],))
+    ups["patch"].forward = lambda latent: nn.Linear.forward(ups["patch"], latent).relu()
     ups["wrapper"] = nn.Sequential(nn.Linear(6, 32, bias=False))
     given["causal"] = True
     for name, up in ups.items():
@@ -2624,7 +2615,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
         biased = "selection_bias" in router.state_dict()
         if biased:
             new = new and not router.selection_bias.any()
-            router.selection_bias.uniform_(-0.5, 0.5)
+            router.selection_bias.uniform_(-1.5, -0.5)
         mixture(x[0, :2]).sum().backward()
         used = [n > 0 for n in router.tokens_per_expert]
         taught = [any(p.grad.any() for p in ffn.parameters()) for ffn in experts]
@@ -2642,6 +2633,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
             f"{i} copies": copy.copy(copy.deepcopy(mixture)).training
             and not copy.copy(router).aux_loss.requires_grad,
             f"{i} idle": taught == used and sum(used) < 7,
+            f"{i} side": vars(mixture).get("weigh_input", False) == (i == 5),
             f"{i} router learns": linear.weight.grad.any(),
             f"{i} output": check_close(mixture(x), reference_ffn(mixture, x)),
             f"{i} none": mixture(x[:0]).shape == (0, 7, 6) and router.aux_loss.item() == 0,
@@ -3177,12 +3169,17 @@ def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast
     definitions, imports = {}, []
     for node in tree.body:
         imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
-                name = part.name if part is node else f"{node.name}.{part.name}"
-                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
-                text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
-                definitions[name] = text, part
+        named = {getattr(node, "name", ""): node}
+        if isinstance(node, ast.Assign):
+            named = {ast.unparse(node.targets[0]): node}
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            named |= {f"{node.name}.{part.name}": part for part in methods}
+        named.pop("", None)
+        for name, part in named.items():
+            start = min([part.lineno, *(d.lineno for d in getattr(part, "decorator_list", []))])
+            text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
+            definitions[name] = text, part
     return definitions, imports
 
 
@@ -3213,7 +3210,9 @@ def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
     names = [main_name(parser, "name", name, definitions) for name in names]
 
     def used(name: str) -> set[str]:
-        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
+        text, tree = definitions[name]
+        words = text.split() if isinstance(tree, ast.Assign) else []  # a table that names classes
+        return {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}.union(words)
 
     needed, queue = set(), [name for name in names if "." not in name]
     while queue:

@@ -13,6 +13,7 @@ import itertools
 import re
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 SCRIPT = Path(__file__).resolve().parents[1] / "transformer_block.py"
 NOTES = SCRIPT.parents[1] / "transformer_block_tutorial.md"
 TABLE = re.compile(r"(?<=<!-- faults -->\n\n).*?(?=\n\n<!-- /faults -->)", re.S)
+CLASSICS_TABLE = re.compile(r"(?<=<!-- classics -->\n\n).*?(?=\n\n<!-- /classics -->)", re.S)
 
 
 class Fault(NamedTuple):
@@ -617,8 +619,9 @@ EXPERTS = [
     Fault(
         "moe-weight-on-the-input",
         "MoEFFN.forward",
-        "(weight[rows, None] * ffn(tokens[rows])).to(out.dtype)",
-        "ffn((weight[rows, None] * tokens[rows]).to(out.dtype))",
+        "pieces = tokens.index_select(0, order).split(sizes)",
+        "pieces = (weight[:, None] * tokens).to(x.dtype).index_select(0, order).split(sizes)\n"
+        "        weight = torch.ones_like(weight)",
         "the probability goes through the expert's activation",
     ),
     Fault(
@@ -629,11 +632,204 @@ EXPERTS = [
         "right counts, tokens at experts that they did not choose",
     ),
     Fault(
-        "moe-balance-constant",
+        "moe-idle-experts-skipped",
         "MoEFFN.forward",
-        "probs.sum(dim=0) / n_tokens",
-        "probs.sum() / n_tokens / len(self.experts)",
+        "zip(self.experts, pieces)]",
+        "zip(self.experts, pieces) if len(piece)]",
+        "no gradient where no token went: ranks whose tokens route apart disagree",
+    ),
+    Fault(
+        "balance-constant",
+        "balance_loss",
+        "mean = (scores / (scores.sum(dim=1, keepdim=True) + 1e-20)).sum(dim=0)",
+        "mean = scores.sum() / scores.sum(dim=1).add(1e-20).sum() * len(scores) / len(counts)",
         "averaged over experts too: always 1, no gradient into the router",
+    ),
+    Fault(
+        "balance-counts-top-k-as-tokens",
+        "balance_loss",
+        "counts.sum().clamp(min=1)",
+        "max(len(scores), 1)",
+        "k times too large for k choices a token; right for top-1",
+    ),
+    Fault(
+        "router-weights-sum-below-one",
+        "SoftmaxRouter.forward",
+        "weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)",
+        "pass",
+        "Mixtral's and Qwen3's FFNs come out too small, most where the router hesitates",
+    ),
+    Fault(
+        "router-renormalised-over-all",
+        "SoftmaxRouter.forward",
+        "weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)",
+        "weights = weights / (scores.sum(dim=1, keepdim=True) + 1e-20)",
+        "nothing for a softmax, which sums to 1 already; sigmoid weights shrink",
+    ),
+    Fault(
+        "router-scale-lost",
+        "SoftmaxRouter.forward",
+        "(self.scale * weights).to(",
+        "weights.to(",
+        "DeepSeek's routed experts 16 or 2.5 times too small beside the shared one",
+    ),
+    Fault(
+        "router-in-half",
+        "SoftmaxRouter.forward",
+        "logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits",
+        "logits",
+        "scores rounded to 8 bits: near ties go to other experts",
+    ),
+    Fault(
+        "groups-ignored",
+        "SoftmaxRouter.best_experts",
+        "masked_fill(shut[:, :, None], -math.inf)",
+        "masked_fill(shut[:, :, None] & False, -math.inf)",
+        "a token's experts lie in more groups than it may reach",
+    ),
+    Fault(
+        "groups-shut-with-zero",
+        "SoftmaxRouter.best_experts",
+        "masked_fill(shut[:, :, None], -math.inf)",
+        "masked_fill(shut[:, :, None], 0.0)",
+        "a shut expert at 0 beats an open one whose selection bias is negative",
+    ),
+    Fault(
+        "groups-by-their-mean",
+        "SoftmaxRouter.best_experts",
+        "groups.topk(min(group_best, groups.shape[2])).values.sum(dim=2)",
+        "groups.mean(dim=2)",
+        "a group with one outstanding expert loses to an even one",
+    ),
+    Fault(
+        "group-scored-by-its-best",
+        "SigmoidRouter.choose",
+        "group_best=2",
+        "group_best=1",
+        "DeepSeek-V2's rule in V3: other groups where the runner-up decides",
+    ),
+    Fault(
+        "selection-bias-in-the-weight",
+        "SigmoidRouter.choose",
+        "return scores, self.best_experts(ranked, group_best=2)",
+        "return ranked, self.best_experts(ranked, group_best=2)",
+        "balancing the load changes what the experts add, also a negative weight",
+    ),
+    Fault(
+        "selection-bias-unused",
+        "SigmoidRouter.choose",
+        "scores if self.selection_bias is None else scores + self.selection_bias",
+        "scores",
+        "nothing before training moves it; then crowded experts stay crowded",
+    ),
+    Fault(
+        "sigmoid-router-softmaxes",
+        "SigmoidRouter.choose",
+        "logits.sigmoid()",
+        "logits.softmax(dim=1)",
+        "the same order, so only the weights differ, and choices under a bias",
+    ),
+    Fault(
+        "mixture-weight-on-the-wrong-side",
+        "MixtureFFN.forward",
+        "if self.weigh_input else rows)",
+        "if not self.weigh_input else rows)",
+        "weighed twice or not at all",
+    ),
+    Fault(
+        "mixture-input-not-weighed",
+        "MixtureFFN.__init__",
+        "self.weigh_input = weigh_input",
+        "self.weigh_input = False",
+        "Llama-4 as Mixtral with a sigmoid: an expert is not linear in its input",
+    ),
+    Fault(
+        "mixture-weights-not-sorted",
+        "MixtureFFN.forward",
+        "weights.flatten()[order, None]",
+        "weights.flatten()[:, None]",
+        "experts weighted by what other tokens gave them",
+    ),
+    Fault(
+        "mixture-tokens-repeated-in-blocks",
+        "MixtureFFN.forward",
+        "order // k",
+        "order % N",
+        "the right number of rows, of other tokens; right for top-1",
+    ),
+    Fault(
+        "mixture-not-put-back",
+        "MixtureFFN.forward",
+        "torch.empty_like(out).index_copy(0, order, out)",
+        "out",
+        "outputs stay in the experts' order",
+    ),
+    Fault(
+        "shared-expert-gated",
+        "MixtureFFN.forward",
+        "out + self.shared(x)",
+        "out + weights.sum(dim=1).view(x.shape[:-1])[..., None] * self.shared(x)",
+        "the expert that is always on fades where the router is unsure",
+    ),
+    Fault(
+        "shared-expert-missing",
+        "MixtureFFN.forward",
+        "out if self.shared is None else out + self.shared(x)",
+        "out",
+        "its parameters never get a gradient",
+    ),
+    Fault(
+        "clamp-below-the-gate",
+        "ClampedGatedFFN.forward",
+        "self.gate(x).clamp(max=self.limit)",
+        "self.gate(x).clamp(-self.limit, self.limit)",
+        "only gates below -limit differ, where the sigmoid is near 0 anyway",
+    ),
+    Fault(
+        "clamped-up-without-plus-one",
+        "ClampedGatedFFN.forward",
+        "(up + 1)",
+        "up",
+        "up = 0 shuts the expert instead of letting the gate through",
+    ),
+    Fault(
+        "clamped-gate-as-silu",
+        "ClampedGatedFFN.forward",
+        "torch.sigmoid(self.alpha * gate)",
+        "torch.sigmoid(gate)",
+        "alpha = 1: off by up to a tenth",
+    ),
+]
+
+SINKS = [
+    Fault(
+        "sink-kept-in-the-sum",
+        "SinkAttention.forward",
+        ".softmax(dim=-1)[..., :S]",
+        ".softmax(dim=-1)[..., :S]\n"
+        "        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)",
+        "weights sum to 1 again: plain attention, the sinks get no gradient",
+    ),
+    Fault(
+        "sink-scaled",
+        "SinkAttention.forward",
+        "sinks = self.sinks[:, None, None]",
+        "sinks = (self.sinks * (head_dim**-0.5 if scale is None else scale))[:, None, None]",
+        "each sink is pulled towards 0 by the width of a head",
+    ),
+    Fault(
+        "sink-one-for-all-heads",
+        "SinkAttention.forward",
+        "sinks = self.sinks[:, None, None]",
+        "sinks = self.sinks.mean().expand(H)[:, None, None]",
+        "nothing while the sinks are equal, as at the start",
+    ),
+    Fault(
+        "sink-of-the-kv-head",
+        "SinkAttention.forward",
+        "sinks = self.sinks[:, None, None]",
+        "sinks = self.sinks[:G].repeat_interleave(H // G)[:, None, None]",
+        "query heads of a group share one sink; right for MHA",
     ),
 ]
 
@@ -722,11 +918,26 @@ GROUPS = {
     "Latent attention": LATENT_ATTENTION,
     "Norm and FFN": NORM_AND_FFN,
     "Experts": EXPERTS,
+    "Sinks": SINKS,
     "Model": MODEL,
     "Counting": COUNTING,
 }
 FAULTS = list(itertools.chain(*GROUPS.values()))
 BY_NAME = {fault.name: fault for fault in FAULTS}
+CLASSICS = (
+    "residual-from-norm",
+    "one-norm-used-twice",
+    "causal-skipped-with-cache",
+    "causal-mask-top-left",
+    "window-off-by-one",
+    "groups-tiled",
+    "soft-cap-after-the-mask",
+    "dead-rows-nan-gradient",
+    "keys-rotated-twice",
+    "position-after-the-append",
+    "cache-filled-after-widening",
+    "moe-renormalised",
+)
 
 
 @functools.cache
@@ -777,13 +988,27 @@ def failing(fault: Fault | None, compared: bool = False) -> list[str]:
     return [n for n, (ok, text) in said if not ok and not (compared and text.startswith("raised "))]
 
 
+def rows(faults: Iterable[Fault]) -> str:
+    """Faults as a Markdown table; a demo stands in brackets, which the notes turn into a link."""
+    lines = ["| Fault | What you would see | Turn FAIL |", "|:--|:--|:--|"]
+    for fault in faults:
+        demos = " ".join(f"[{name}]" for name in failing(fault))
+        lines.append(f"| {fault.name} | {fault.symptom} | {demos} |")
+    return "\n".join(lines)
+
+
 def table() -> str:
-    """All faults as a Markdown table."""
-    rows = ["| Fault | What you would see | Turn FAIL |", "|:--|:--|:--|"]
+    """All faults, each group folded."""
+    folds = []
     for title, faults in GROUPS.items():
-        rows.append(f"| **{title}** | | |")
-        rows += [f"| {f.name} | {f.symptom} | {' '.join(failing(f))} |" for f in faults]
-    return "\n".join(rows)
+        summary = f"<summary>{title}: {len(faults)} faults</summary>"
+        folds.append(f"<details>\n{summary}\n\n{rows(faults)}\n\n</details>")
+    return "\n".join(folds)
+
+
+def classics() -> str:
+    """The twelve that everybody meets."""
+    return rows(BY_NAME[name] for name in CLASSICS)
 
 
 def explain(fault: Fault) -> str:
@@ -824,7 +1049,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
     if options.write:
         notes = NOTES.read_text(encoding="utf-8")
-        NOTES.write_text(TABLE.sub(lambda _: table(), notes), encoding="utf-8")
+        notes = CLASSICS_TABLE.sub(lambda _: classics(), TABLE.sub(lambda _: table(), notes))
+        NOTES.write_text(notes, encoding="utf-8")
     elif options.list:
         width = max(map(len, BY_NAME))
         print("\n".join(f"{fault.name:{width}}  {fault.symptom}" for fault in FAULTS))

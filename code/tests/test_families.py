@@ -1,15 +1,18 @@
 """Each model family from the classes of the script, against transformers with the same weights.
 
 A row names the family's configuration in transformers, how our model is composed, and where each
-of our weights comes from. Both models run in float64 on the same tokens, at once and with a cache
-(prefill, then token by token); ours also with padding, against theirs on each row alone.
+of our weights comes from. Models of the recipe table are composed by recipes.py, shrunk. Both
+models run in float64 on the same tokens, at once and with a cache (prefill, then token by token);
+ours also with padding, against theirs on each row alone.
 
 Where transformers computes norms, softmax, rotation or router in float32, the row says so and the
 outputs may differ by 5e-6; elsewhere by 1e-10.
 """
 
+import dataclasses
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -19,9 +22,12 @@ import torch
 import torch.nn.functional as F
 import transformer_block as tb
 import transformers
+from recipes import RECIPES, linear_tables, llama3_tables, yarn_gain, yarn_tables
 from torch import Tensor, nn
 from transformers.models.bart.modeling_bart import BartDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 # WIDE is a head width that is not D / H, R the rotated channels of a partial rotation, W a window.
 # EPS is no class's default, so that an eps that is not passed on shows.
@@ -698,6 +704,242 @@ FAMILIES = {
 }
 
 # =============================================================================================
+# The recipe table: recipes.py's own compositions with small sizes
+# =============================================================================================
+
+N_EXPERTS, WIDTH = 8, 24  # experts and the d_ff of one
+
+
+def expert_slices(router: str, *, transposed: bool = False) -> Names:
+    """The router, and experts that are slices of two tensors, [out, in] or transposed [in, out]."""
+    names: Names = {"ffn.router.router": router}
+    for e in range(N_EXPERTS):
+
+        def part(start: int, stop: int | None, e: int = e) -> Callable[[Tensor], Tensor]:
+            return lambda w: (w[e].T if transposed else w[e])[start:stop]
+
+        packed = {"gate": (0, WIDTH), "up": (WIDTH, None)}
+        for ours, (start, stop) in packed.items():
+            path = f"{router.rpartition('.')[0]}.experts.gate_up_proj"
+            names[f"ffn.experts.{e}.{ours}"] = (path, part(start, stop))
+        path = f"{router.rpartition('.')[0]}.experts.down_proj"
+        names[f"ffn.experts.{e}.down"] = (path, part(0, None))
+    return names
+
+
+def gpt_oss_experts() -> Names:
+    """Gate and up alternate in one tensor, [in, out]; each has a bias."""
+    names: Names = {"ffn.router.router": "mlp.router"}
+    for e in range(N_EXPERTS):
+        for ours, start in (("gate", 0), ("up", 1)):
+            weight, bias = (
+                lambda w, e=e, start=start: w[e, :, start::2].T,
+                lambda b, e=e, start=start: b[e, start::2],
+            )
+            names[f"ffn.experts.{e}.{ours}.weight"] = ("mlp.experts.gate_up_proj", weight)
+            names[f"ffn.experts.{e}.{ours}.bias"] = ("mlp.experts.gate_up_proj_bias", bias)
+        down = {"weight": ("down_proj", lambda w, e=e: w[e].T)}
+        down["bias"] = ("down_proj_bias", lambda b, e=e: b[e])
+        for leaf, (path, function) in down.items():
+            names[f"ffn.experts.{e}.down.{leaf}"] = (f"mlp.experts.{path}", function)
+    return names
+
+
+def row(
+    name: str,
+    like: str | tuple[str, Names],
+    config: dict[str, object] | None = None,
+    parts: dict[str, object] | None = None,
+    float32: str = ALL_THREE,
+    **sizes: object,
+) -> Family:
+    """A model of the recipe table: like a family above, or a model type and our names."""
+    recipe, given = RECIPES[name], RECIPES[name].sizes
+    wide = given.n_q_heads * given.head_dim != given.d_model
+    small = dataclasses.replace(
+        given,
+        **{"n_layers": LAYERS, "d_model": D, "n_q_heads": H, "d_ff": D_FF, "vocab_size": V},
+        **{"n_kv_heads": {given.n_q_heads: H, 1: 1}.get(given.n_kv_heads, G)},
+        **{"head_dim": WIDE if wide else D_H, "eps": EPS, "max_len": MAX_LEN},
+    )
+    small = dataclasses.replace(small, **sizes)
+    ours = dataclasses.replace(recipe, sizes=small, parts=recipe.parts | (parts or {})).build
+    shared = {"num_key_value_heads": small.n_kv_heads, "num_hidden_layers": small.n_layers}
+    shared |= {"tie_word_embeddings": small.tied} | ({"head_dim": WIDE} if wide else {})
+    shared |= {"rope_parameters": {"rope_type": "default", "rope_theta": small.base}}
+    if isinstance(like, str):
+        family = FAMILIES[like]
+        config = {**family.config, **shared, **(config or {})}
+        return Family(family.model_type, config, ours, family.names, family.float32)
+    return Family(like[0], shared | (config or {}), ours, like[1], float32)
+
+
+def retuned(name: str, part: str, **options: object) -> dict[str, object]:
+    """The part of a row with other numbers."""
+    return {part: partial(RECIPES[name].parts[part], **options)}
+
+
+def rescaled(name: str, like: str = "Llama 3.1") -> Family:
+    """Llama-3.1 and 3.2: a context that was 32 positions long, stretched by 8."""
+    tables = partial(llama3_tables, factor=8, old_len=32, low=0.5, high=4.0)
+    config = {"rope_parameters": LLAMA31}
+    return row(name, like, config, retuned(name, "attn", tables=tables), base=5e4)
+
+
+def gemma_row(name: str, like: str, **attn: object) -> Family:
+    """Every second layer is full, as in the family above."""
+    parts = retuned(name, "attn", scale=0.2, **attn) | {"window": W, "full_every": 2}
+    if like == "Gemma-2":
+        parts["logit_softcap"] = 1.5
+        return row(name, like, {"head_dim": WIDE}, parts, head_dim=WIDE)
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    if "factor" in RECIPES[name].parts["attn"].keywords:
+        full |= {"rope_type": "linear", "factor": 8.0}
+    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = {"head_dim": WIDE, "rope_parameters": rope | {"full_attention": full}}
+    return row(name, like, config, parts, head_dim=WIDE)
+
+
+def llama4_row(name: str, every: int) -> Family:
+    """Chunks of 5 and a temperature that rises every 3 positions, over 4 layers."""
+    config = {"intermediate_size": WIDTH, "intermediate_size_mlp": D_FF, "floor_scale": 3}
+    config |= {"num_local_experts": N_EXPERTS, "interleave_moe_layer_step": every}
+    config |= {"attention_chunk_size": 5, "use_qk_norm": every == 1, "head_dim": D_H}
+    tables = linear_tables
+    if every == 1:
+        config["rope_parameters"] = LLAMA31
+        tables = partial(llama3_tables, factor=8, old_len=32, low=0.5, high=4.0)
+    parts = retuned(name, "attn", chunk=5, floor_scale=3, tables=tables)
+    experts = RECIPES[name].parts["ffn"]
+    experts = partial(experts.keywords.get("experts", experts), n_experts=N_EXPERTS, width=WIDTH)
+    parts["ffn"] = experts if every == 1 else partial(RECIPES[name].parts["ffn"], experts=experts)
+    dense = {f"ffn.{n}": f"feed_forward.{n}_proj" for n in ("gate", "up", "down")}
+    shared = {
+        f"ffn.shared.{n}": f"feed_forward.shared_expert.{n}_proj" for n in ("gate", "up", "down")
+    }
+    names = QKVO | INTERLEAVED | NORMS | dense | shared
+    names |= expert_slices("feed_forward.router", transposed=True)
+    return row(
+        name,
+        ("llama4_text", llama_names(names)),
+        config,
+        parts,
+        "norm, rotation, router, temperature",
+        n_layers=4,
+        **{"base": 5e4} if every == 1 else {},
+    )
+
+
+def deepseek_row(name: str, model_type: str, **config: object) -> Family:
+    """A dense layer, then one with experts; the context was 32 positions long."""
+    config |= MLA_CONFIG | {"first_k_dense_replace": 1, "q_lora_rank": 18, "rope_parameters": YARN}
+    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "n_group": 4}
+    config |= {"topk_group": 2, "moe_intermediate_size": WIDTH, "head_dim": R}
+    tables = partial(yarn_tables, factor=8, old_len=32, fast=3, slow=1)
+    widths = {"kv_rank": KV_RANK, "rope_dim": R, "nope_dim": NOPE, "v_dim": 14, "q_rank": 18}
+    parts = retuned(name, "attn", **widths, tables=tables, score_gain=yarn_gain(8) ** 2)
+    routing = {"n_experts": N_EXPERTS, "top_k": 3, "width": WIDTH, "n_groups": 4, "top_groups": 2}
+    experts = partial(RECIPES[name].parts["ffn"].keywords["experts"], **routing)
+    parts |= retuned(name, "ffn", sparse=lambda layer: layer == 1, experts=experts)
+    shared = {f"ffn.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
+    names = MLA | shared | expert_slices("mlp.gate")
+    names |= {"attn.q_down": "self_attn.q_a_proj", "attn.q_norm": "self_attn.q_a_layernorm"}
+    names |= {"attn.q_up": ("self_attn.q_b_proj", MLA_Q)}
+    names |= {"ffn.router.selection_bias": "mlp.gate.e_score_correction_bias"}
+    kind = model_type, llama_names(names)
+    return row(name, kind, config, parts, ALL_THREE + ", router", base=100.0)
+
+
+def gpt_oss_row(name: str) -> Family:
+    """A window of W in the first layer; a limit that clamps a good part of the gates."""
+    rope = YARN | {"truncate": False, "mscale": None, "mscale_all_dim": None}
+    config = {"num_local_experts": N_EXPERTS, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
+    config |= {"rope_parameters": rope} | LOCAL_GLOBAL
+    tables = partial(
+        yarn_tables, factor=8, old_len=32, fast=3, slow=1, rounded=False, gain=yarn_gain(8)
+    )
+    parts = retuned(name, "attn", tables=tables) | {"window": W}
+    parts |= retuned(name, "ffn", n_experts=N_EXPERTS, top_k=3, limit=0.5)
+    names = QKVO | NORMS | {"attn.attend.sinks": "self_attn.sinks"} | gpt_oss_experts()
+    kind = "gpt_oss", llama_names(names)
+    return row(name, kind, config, parts, "norm, rotation", base=100.0)
+
+
+def mixture_row(name: str, model_type: str, names: Names, **config: object) -> Family:
+    parts = retuned(name, "ffn", n_experts=N_EXPERTS, top_k=3, width=WIDTH)
+    kind = model_type, llama_names(QKVO | NORMS | names | expert_slices("mlp.gate"))
+    config = {"num_experts_per_tok": 3} | config
+    return row(name, kind, config, parts, ALL_THREE + ", router")
+
+
+ROWS = {
+    "GPT-2 XL": row("GPT-2 XL", "GPT-2"),
+    "GPT-J 6B": row("GPT-J 6B", "GPT-J", parts={"rope_dim": R}),
+    "GPT-NeoX 20B": row(
+        "GPT-NeoX 20B",
+        "GPT-NeoX",
+        {
+            "rope_parameters": PARTIAL["rope_parameters"] | {"rope_type": "default"},
+            "hidden_act": "gelu_new",
+        },
+        {"rope_dim": R},
+    ),
+    **{
+        name: row(name, "Llama")
+        for name in ("Llama-1 7B", "Llama-2 7B", "Llama-2 70B", "Llama-3 8B", "Llama-3 70B")
+    },
+    "Llama-3.1 405B": rescaled("Llama-3.1 405B"),
+    "Llama-3.2 1B": rescaled("Llama-3.2 1B"),
+    "Llama-4 Scout": llama4_row("Llama-4 Scout", 1),
+    "Llama-4 Maverick": llama4_row("Llama-4 Maverick", 2),
+    "Mistral 7B v0.1": row("Mistral 7B v0.1", "Mistral", parts={"window": W}),
+    "Mixtral 8x7B": mixture_row(
+        "Mixtral 8x7B", "mixtral", {}, num_local_experts=N_EXPERTS, intermediate_size=WIDTH
+    ),
+    "Qwen2/2.5 7B": row("Qwen2/2.5 7B", "Qwen2"),
+    "Qwen3 8B": row("Qwen3 8B", "Qwen3", {"head_dim": D_H}),
+    "Qwen3 30B-A3B": mixture_row(
+        "Qwen3 30B-A3B",
+        "qwen3_moe",
+        QK_NORM,
+        **{"num_experts": N_EXPERTS, "moe_intermediate_size": WIDTH, "norm_topk_prob": True},
+    ),
+    "Gemma-1 2B": row("Gemma-1 2B", "Gemma", {"head_dim": D_H}),
+    "Gemma-1 7B": row("Gemma-1 7B", "Gemma"),
+    "Gemma-2 9B": gemma_row("Gemma-2 9B", "Gemma-2", logit_softcap=2.0),
+    "Gemma-2 27B": gemma_row("Gemma-2 27B", "Gemma-2", logit_softcap=2.0),
+    "Gemma-3 1B": gemma_row("Gemma-3 1B", "Gemma-3", full_every=2),
+    "Gemma-3 27B": gemma_row("Gemma-3 27B", "Gemma-3", full_every=2),
+    "DeepSeek-V2": deepseek_row(
+        "DeepSeek-V2",
+        "deepseek_v2",
+        **{"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+        n_shared_experts=2,
+    ),
+    "DeepSeek-V3": deepseek_row(
+        "DeepSeek-V3", "deepseek_v3", routed_scaling_factor=2.5, n_shared_experts=1
+    ),
+    "OLMo-2 7B": row("OLMo-2 7B", "OLMo-2"),
+    "Phi-2": row(
+        "Phi-2",
+        "Phi",
+        {"rope_parameters": PARTIAL["rope_parameters"] | {"rope_type": "default"}},
+        {"rope_dim": R},
+    ),
+    "Falcon 7B": row("Falcon 7B", "Falcon-7B", parts={"rope_dim": D_H}),
+    "Falcon 40B": row("Falcon 40B", "Falcon-40B", parts={"rope_dim": D_H}),
+    "Command-R 35B": row("Command-R 35B", "Cohere Command-R", parts={"logit_scale": 0.3}),
+    "gpt-oss 20b": gpt_oss_row("gpt-oss 20b"),
+    "gpt-oss 120b": gpt_oss_row("gpt-oss 120b"),
+}
+ROWS["Command-R 35B"].names["final_norm"] = "model.norm"  # ours has the logits' scale in it
+NO_CLASS = {  # rows of the table that transformers has no class for, and no one released
+    "GPT-3 175B": "composed as GPT-2, which is compared; its sparse bands were not published",
+    "PaLM 540B": "parallel, SwiGLU, LayerNorms without bias: as Command-R, which is compared",
+}
+FAMILIES |= {f"row {name}": family for name, family in ROWS.items()}
+
+# =============================================================================================
 # The comparison
 # =============================================================================================
 
@@ -713,6 +955,9 @@ def randomise(module: nn.Module) -> nn.Module:
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zeros until training moves them
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return module
 
 
@@ -722,14 +967,15 @@ def load(ours: nn.Module, theirs: nn.Module, names: Names) -> nn.Module:
     for key in ours.state_dict():
         module, leaf = key.rsplit(".", 1)
         number = re.search(r"\b\d+\b", module)
-        source = names[re.sub(r"\b\d+\b", "*", module, count=1)]
+        one = re.sub(r"\b\d+\b", "*", key, count=1)  # a name of its own, or its module's
+        source = names[one if one in names else one.rpartition(".")[0]]
         *paths, function = (source, Tensor.clone) if isinstance(source, str) else source
         paths = [path.replace("*", number[0] if number else "") for path in paths]
         paths = [path if path in weights else f"{path}.{leaf}" for path in paths]
         loaded[key] = function(*(weights[path] for path in paths))
         used.update(paths)
     parameters = {parameter.data_ptr() for parameter in theirs.parameters()}  # a tied one once
-    assert {weights[name].data_ptr() for name in used} == parameters
+    assert {weights[name].data_ptr() for name in used} >= parameters
     ours.double().eval().load_state_dict(loaded)
     return ours
 
@@ -876,42 +1122,164 @@ def test_switch_router_and_experts():
     torch.testing.assert_close(ours.aux_loss.double(), loss.double(), atol=1e-6, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [4, 6])
+def test_bloom_alibi(heads):
+    """ALiBi through attend=: one more channel, in which a head's slope meets a key's position.
+
+    attend() adds slope * j to the score of key j; ALiBi adds slope * (j - i), which is the same
+    under a softmax.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2 ** (-4 * (h + 1) / power) for h in range(0, 2 * (heads - power), 2)]
+
+    def alibi(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, **options) -> Tensor:
+        slope = torch.tensor(slopes, dtype=q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+        at = torch.arange(k.shape[2], dtype=k.dtype)[:, None].expand(*k.shape[:3], 1)
+        q = torch.cat((q * q.shape[3] ** -0.5, slope), dim=3)
+        return tb.attend(q, torch.cat((k, at), dim=3), v, keep, **options | {"scale": 1.0})
+
+    def block(_layer: int) -> nn.Module:
+        attn = tb.MultiHeadAttention(D, heads, bias=True, attend=alibi)
+        made = modern(attn=attn, ffn=tb.DenseFFN(D, 4 * D, tanh_gelu, bias=True))
+        return with_parts(made, norm1=layer_norm(), norm2=layer_norm())
+
+    model = layer_norm_lm(block, rope_dim=2)
+    parts = {"table": model.embedding, "norm": layer_norm()}
+    model.embedding = nn.Sequential(OrderedDict(parts))
+    width = D // heads
+
+    def part(start: int) -> tuple:
+        """Query, key and value of each head stand together."""
+        path = "self_attention.query_key_value"
+        return path, lambda w: w.unflatten(0, (heads, 3, width))[:, start].flatten(0, 1)
+
+    names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    names |= {f"attn.{n}_proj": part(i) for i, n in enumerate("qkv")}
+    names |= {"attn.o_proj": "self_attention.dense"}
+    names |= {"ffn.up": "mlp.dense_h_to_4h", "ffn.down": "mlp.dense_4h_to_h"}
+    names = gpt2_names(names)
+    names |= {"embedding.table": "transformer.word_embeddings"}
+    names |= {"embedding.norm": "transformer.word_embeddings_layernorm"}
+    config = transformers.BloomConfig(
+        vocab_size=V, hidden_size=D, n_layer=LAYERS, n_head=heads, layer_norm_epsilon=EPS
+    )
+    theirs = randomise(
+        transformers.BloomForCausalLM._from_config(config, attn_implementation="eager")
+    )
+    ours, ids = load(model, theirs, names), token_ids()
+    assert_near(ours(ids), theirs(ids)[0], float32="softmax")
+    assert_near(our_cached_pass(ours, ids), theirs(ids)[0], float32="softmax")
+    keep = torch.ones(B, T, dtype=torch.bool)
+    keep[0, :3] = False
+    alone = torch.cat([theirs(row[real][None])[0][0] for row, real in zip(ids, keep)])
+    assert_near(ours(ids, key_padding_mask=keep)[keep], alone, float32="softmax")
+    assert_near(our_cached_pass(ours, ids, keep)[keep], alone, float32="softmax")
+
+
+class RelativeBias(nn.Module):
+    """T5's learned bias for attend=: a number for each head and range of distances."""
+
+    def __init__(self, buckets: int, farthest: int, bidirectional: bool):
+        super().__init__()
+        self.table = nn.Embedding(buckets, H)
+        self.buckets, self.farthest, self.bidirectional = buckets, farthest, bidirectional
+
+    def bucket(self, distance: int) -> int:
+        """Of a key that stands distance positions before the query: exact first, then by ratio."""
+        buckets, offset = self.buckets, 0
+        if self.bidirectional:
+            buckets //= 2
+            distance, offset = abs(distance), buckets if distance < 0 else 0
+        distance, exact = max(distance, 0), buckets // 2
+        if distance >= exact:
+            ratio = math.log(distance / exact) / math.log(self.farthest / exact)
+            distance = min(exact + int(ratio * (buckets - exact)), buckets - 1)
+        return offset + distance
+
+    def forward(self, q, k, v, keep=None, *, causal=False, scale=None, logit_softcap=None):
+        (T, S), scores = (q.shape[2], k.shape[2]), scale * q @ k.mT if scale else q @ k.mT
+        rows = [[self.bucket(i - j) for j in range(S)] for i in range(S - T, S)]
+        scores = scores + self.table(torch.tensor(rows)).movedim(2, 0)  # (B, H, T, S)
+        seen = torch.ones(T, S, dtype=torch.bool)
+        seen = seen.tril(S - T) if causal else seen
+        seen = seen if keep is None else seen & keep
+        return scores.masked_fill(~seen, -math.inf).softmax(dim=-1) @ v
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
+def test_t5_bias(decoder):
+    """Scores are not scaled; both kinds of buckets, exact and logarithmic, and the last one."""
+    config = transformers.T5Config(
+        d_model=D, d_kv=WIDE, num_heads=H, is_decoder=decoder, relative_attention_num_buckets=8,
+        relative_attention_max_distance=10, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = randomise(T5Attention(config, has_relative_attention_bias=True, layer_idx=0))
+    bias = RelativeBias(8, 10, bidirectional=not decoder)
+    ours = tb.MultiHeadAttention(D, H, head_dim=WIDE, scale=1.0, attend=bias)
+    names = {f"{name}_proj": name for name in "qkvo"}
+    load(ours, theirs, names | {"attend.table": "relative_attention_bias"})
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    keep = torch.ones(B, T, dtype=torch.bool)
+    keep[1, -4:] = False
+    seen = keep[:, None, None] & torch.ones(T, T).tril().bool() if decoder else keep[:, None, None]
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -math.inf)
+    expected = theirs(x, mask=mask)[0]
+    assert_near(ours(x, causal=decoder, key_padding_mask=keep)[0], expected, float32="")
+    if decoder:
+        cache, steps = tb.KVCache(), []
+        for piece in x[:1].split((PREFILL, *[1] * (T - PREFILL)), dim=1):
+            steps.append(ours(piece, causal=True, kv_cache=cache)[0])
+        assert_near(torch.cat(steps, dim=1), expected[:1], float32="")
+
+
+@torch.no_grad()
+def test_balance_loss_is_theirs_up_to_k():
+    """transformers sums f over the k choices of a token, so that balance gives k; ours gives 1.
+
+    Theirs pools the tokens of all layers first, which hides a collapsed layer behind an even one;
+    ours is a loss of each layer, to be averaged.
+    """
+    generator, k, losses, logits = torch.Generator().manual_seed(2), 3, [], []
+    for layer in range(2):
+        router = tb.SoftmaxRouter(D, N_EXPERTS, k).double()
+        nn.init.normal_(router.router.weight, std=0.1 + layer, generator=generator)
+        tokens = torch.randn(B * T, D, generator=generator, dtype=torch.float64)
+        router(tokens)
+        losses.append(router.aux_loss.item())
+        logits.append(router.router(tokens))
+        theirs = load_balancing_loss_func((logits[-1],), N_EXPERTS, k).item()
+        assert abs(theirs - k * losses[-1]) < 1e-5
+    pooled = load_balancing_loss_func(tuple(logits), N_EXPERTS, k).item()
+    assert abs(pooled - k * sum(losses) / 2) > 1e-3
+    even = torch.zeros(4, 4).fill_diagonal_(1e-3)  # each token at another expert, P nearly even
+    collapsed = torch.tensor([50.0, 0.0, 0.0, 0.0]).repeat(4, 1)
+    both = [load_balancing_loss_func((layer,), 4, 1).item() for layer in (even, collapsed)]
+    assert both == pytest.approx([1, 4], abs=1e-3)
+    pooled = load_balancing_loss_func((even, collapsed), 4, 1).item()
+    assert pooled == pytest.approx(1.75, abs=1e-3)  # the mean of the layers is 2.5
+
+
 # =============================================================================================
 # What the classes cannot express
 # =============================================================================================
 
-NOT_EXPRESSIBLE = {
-    "T5": "a learned bias on the scores, by distance; masks are bool",
-    "BLOOM": "ALiBi, a linear bias on the scores; masks are bool",
-    "gpt-oss": "a learned sink in the softmax of each head; biases in the experts, four a token",
-    "Mixtral": "two experts a token, their weights renormalised",
-    "Qwen3-MoE": "eight experts a token, their weights renormalised",
-    "DeepSeek-V3, expert layers": "sigmoid scores, groups of experts, a shared expert",
-    "Llama 4": "q and k normed after the rotation, a shared expert",
+NOT_EXPRESSIBLE = {  # no row of the recipe table
     "Command-R+": "a q/k norm with weights of its own for each head",
-    "Qwen3-Next": "a gate on the attention's output, layers of linear attention",
+    "Qwen3-Next": "layers of linear attention, which keep a state and no keys",
+    "T5": "its encoder and decoder as whole models; the bias on its scores is compared above",
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "error", "message", "attempt"),
-    [
-        (
-            "T5",
-            TypeError,
-            "keep",
-            lambda: tb.attend(*torch.ones(3, 1, H, T, D_H), torch.ones(T, T)),
-        ),
-        ("Mixtral", NotImplementedError, "top_k", lambda: tb.MoEFFN(D, D_FF, 4, top_k=2)),
-        (
-            "Command-R+",
-            RuntimeError,
-            "size mismatch",
-            lambda: mha(qk_norm=True).q_norm.load_state_dict({"weight": torch.ones(H, D_H)}),
-        ),
-    ],
-)
-def test_not_expressible(family, error, message, attempt):
-    assert family in NOT_EXPRESSIBLE
-    with pytest.raises(error, match=message):
-        attempt()
+def test_no_row_of_the_recipe_table_is_left_out():
+    assert {*ROWS, *NO_CLASS} == set(RECIPES)
+    assert not set(RECIPES) & set(NOT_EXPRESSIBLE)
+
+
+def test_not_expressible():
+    """A norm with weights of its own for each head does not load."""
+    weight = {"weight": torch.ones(H, D_H)}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        mha(qk_norm=True).q_norm.load_state_dict(weight)
