@@ -333,8 +333,10 @@ class IndexedSparseAttention(nn.Module):
         q = self.index_q(self.attn.q_norm(self.attn.q_down(x)))
         q = apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)
         wide = torch.promote_types(x.dtype, torch.float32)
-        hits = F.relu(q.to(wide) @ keys.to(wide).mT) * self.index_dim**-0.5  # (B, H_I, T, S)
-        weight = self.index_weight(x).to(wide).mT * q.shape[1] ** -0.5  # (B, H_I, T)
+        rows = q.flatten(1, 2).to(wide)  # (B, H_I*T, index_dim): keys are not copied out to heads
+        hits = F.relu(keys[:, 0].to(wide) @ rows.mT).mT  # (B, H_I*T, S)
+        hits = hits.unflatten(1, q.shape[1:3])  # (B, H_I, T, S)
+        weight = self.index_weight(x).to(wide).mT * (q.shape[1] * self.index_dim) ** -0.5
         return (weight[..., None] * hits).sum(dim=1)
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None,

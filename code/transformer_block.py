@@ -24,7 +24,6 @@ import importlib.util
 import inspect
 import itertools
 import math
-import operator
 import os
 import sys
 import textwrap
@@ -528,8 +527,9 @@ class MultiHeadLatentAttention(nn.Module):
     def absorbs(self) -> bool:
         """Whether kv_up is a bare matrix: an adapter, a bias or a hook must be called."""
         up = self.kv_up
-        hooked = up._forward_hooks or up._forward_pre_hooks
-        return type(up) is nn.Linear and up.bias is None and not hooked
+        hooks = up._forward_hooks, up._forward_pre_hooks, up._backward_hooks, up._backward_pre_hooks
+        bare = type(up) is nn.Linear and "forward" not in vars(up)
+        return bare and up.bias is None and not any(hooks)
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
                  causal: bool) -> Tensor:  # fmt: skip
@@ -1148,16 +1148,17 @@ class DecoderOnlyLM(nn.Module):
         caches = self.new_caches()
         done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
         for _ in range(max_new_tokens):
-            modes = [(module, module.training) for module in self.modules()]
+            training = [module for module in self.modules() if module.training]
             try:
-                self.eval()
+                if training:
+                    self.eval()
                 options = {"kv_caches": caches, "key_padding_mask": key_padding_mask}
                 with torch.no_grad():
                     logits = self(step, **options, last_only=True)[:, 0]  # (B, V)
                     drawn = pick_next_token(logits, **sampling)  # (B, 1)
             finally:
-                for module, training in modes:
-                    module.training = training
+                for module in training:
+                    module.training = True
             step = torch.where(done, step[:, -1:], drawn)  # (B, 1)
             for token in ends:
                 done = done | (step == token)
@@ -1277,7 +1278,7 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
 
     In shape a str names an axis of any size and a leading ... stands for any number of axes.
     With a layer, the dtype must be that of its weight, except under autocast; what has been put in
-    its place may take any. Returns the shape.
+    its place, or hooked, may take any. Returns the shape.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -1286,7 +1287,8 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     came = "floating" if dtype.is_floating_point else came
     if came != kind or dtype.is_complex:
         raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
-    like = layer.weight.dtype if type(layer) in (nn.Linear, nn.LayerNorm) else dtype
+    plain = type(layer) in (nn.Linear, nn.LayerNorm) and not layer._forward_pre_hooks
+    like = layer.weight.dtype if plain else dtype
     if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
         raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
     wanted = shape
@@ -1500,13 +1502,9 @@ def check_seeded(seed: int) -> Callable:
     def decorate(demo: Callable) -> Callable:
         @functools.wraps(demo)
         def run(device: str = "cpu") -> tuple[bool, str]:
-            state = torch.get_rng_state()
-            torch.default_generator.manual_seed(seed)
-            try:
-                with torch.enable_grad():
-                    return demo(device)
-            finally:
-                torch.set_rng_state(state)
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                torch.default_generator.manual_seed(seed)
+                return demo(device)
 
         return run
 
@@ -1680,25 +1678,14 @@ def reference_turn(x: Tensor, r: int, base: float = 10000.0, start: int = 0) -> 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None,
                         scale: float | None = None,
                         softcap: float | None = None) -> Tensor:  # fmt: skip
-    """One query at a time over the keys that it may attend to, in plain Python."""
-    (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
-    seen = torch.ones(B, 1, T, S) if keep is None else keep.expand(B, 1, T, S)
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    Q, K, V, seen = q.tolist(), k.tolist(), v.tolist(), seen.tolist()
-    rows = []
-    for b, h, t in itertools.product(range(B), range(H), range(T)):
-        g = h // (H // G)
-        open_keys = [s for s in range(S) if seen[b][0][t][s]]
-        scores = [scale * sum(map(operator.mul, Q[b][h][t], K[b][g][s])) for s in open_keys]
-        if softcap is not None:
-            scores = [softcap * math.tanh(score / softcap) for score in scores]
-        top = max(scores, default=0.0)
-        weights = [math.exp(score - top) for score in scores]
-        values = [V[b][g][s] for s in open_keys]
-        columns = zip(*values) if values else [()] * v.shape[-1]
-        total = sum(weights) or 1
-        rows.append([sum(map(operator.mul, weights, column)) / total for column in columns])
-    return torch.tensor(rows, dtype=torch.float64, device=q.device).view(B, H, T, v.shape[-1])
+    """Softmax over the open keys, with K and V copied out to every query head."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = torch.einsum("bhtc,bhsc->bhts", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    open_keys = torch.ones_like(scores[:, :1]) if keep is None else keep
+    weights = scores.exp() * open_keys
+    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-300)
+    return torch.einsum("bhts,bhsc->bhtc", weights, v)
 
 
 def reference_heads(x: Tensor, linear: nn.Linear, width: int) -> Tensor:
@@ -1764,9 +1751,8 @@ def reference_ffn(ffn: nn.Module, x: Tensor) -> Tensor:
         return h @ layer.weight.T + (0.0 if layer.bias is None else layer.bias)
 
     if isinstance(ffn, ClampedGatedFFN):
-        g, u = linear(ffn.gate, x), linear(ffn.up, x)
-        g, u = torch.where(g > ffn.limit, ffn.limit, g), torch.where(u > ffn.limit, ffn.limit, u)
-        u = torch.where(u < -ffn.limit, -ffn.limit, u)
+        g = linear(ffn.gate, x).clamp(max=ffn.limit)
+        u = linear(ffn.up, x).clamp(-ffn.limit, ffn.limit)
         return linear(ffn.down, (u + 1) * g / (1 + torch.exp(-ffn.alpha * g)))
     if isinstance(ffn, GatedFFN):
         return linear(ffn.down, formula(linear(ffn.gate, x)) * linear(ffn.up, x))
@@ -2111,9 +2097,11 @@ def check_decoding(device: str) -> dict[str, bool]:
     cache.append(k[:, :, :4], v[:, :, :4])
     claims["absorbed"] = check_close(mla(x[:, 4:], kv_cache=cache, **given)[0], out[:, 4:])
     del mla.expanded
-    ups = {name: nn.Linear(6, 32, bias=name == "bias") for name in ("bias", "hook", "pre-hook")}
+    kinds = ("bias", "hook", "pre-hook", "patch")
+    ups = {name: nn.Linear(6, 32, bias=name == "bias") for name in kinds}
     ups["hook"].register_forward_hook(lambda _layer, _args, out: 2 * out)
     ups["pre-hook"].register_forward_pre_hook(lambda _layer, args: (3 * args[0],))
+    ups["patch"].forward = lambda latent: nn.Linear.forward(ups["patch"], latent).relu()
     ups["wrapper"] = nn.Sequential(nn.Linear(6, 32, bias=False))
     given["causal"] = True
     for name, up in ups.items():
@@ -2127,66 +2115,58 @@ def check_buffer(device: str) -> dict[str, bool]:
     """KVCache against what was appended; when it copies, and when it must not write."""
     k_all, v_all = torch.randn(2, 3, 9, 4).to(device), torch.randn(2, 3, 9, 2).to(device)
 
-    def append(cache: KVCache, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return cache.append(k_all[:, :, start:end], v_all[:, :, start:end])
+    def append(cache: KVCache, *ends: int) -> tuple[Tensor, Tensor]:
+        for end in ends:
+            new = slice(cache.next_pos, end)
+            stored = cache.append(k_all[:, :, new], v_all[:, :, new])
+        return stored
 
     def room(cache: KVCache) -> int:
         return cache.k.untyped_storage().nbytes() // k_all[:, :, 0].nbytes
 
     def holds(cache: KVCache, length: int, size: int | None = None) -> bool:
-        same = torch.equal(cache.k, k_all[:, :, :length]) and cache.next_pos == length
-        same = same and torch.equal(cache.v, v_all[:, :, :length])
+        k, v = k_all[:, :, :length], v_all[:, :, :length]
+        same = torch.equal(cache.k, k) and torch.equal(cache.v, v) and cache.next_pos == length
         return same and room(cache) == (size or room(cache))
 
     grown, fixed, mixed, saved = KVCache(), KVCache(max_len=7), KVCache(), KVCache()
-    rooms, claims = [], {}
     with torch.no_grad():
-        for t in range(9):
-            stored = append(grown, t, t + 1)
-            rooms.append(room(grown))
-        claims["append"] = holds(grown, 9) and all(map(check_close, stored, (k_all, v_all)))
+        rooms = [append(grown, t + 1) and room(grown) for t in range(8)]
+        stored, rooms = append(grown, 9), [*rooms, room(grown)]
+        claims = {"append": holds(grown, 9) and all(map(check_close, stored, (k_all, v_all)))}
         claims["doubling"] = rooms == [1, 3, 3, 7, 7, 7, 7, 15, 15]
         grown.truncate(9)
         grown.truncate(3)
         claims["truncate"] = holds(grown, 3)
-        append(grown, 3, 5)
-        claims["write after truncate"] = holds(grown, 5, 15)
+        claims["write after truncate"] = append(grown, 5) and holds(grown, 5, 15)
         grown.notes = ["mine"]
         twin, (deep, again) = copy.copy(grown), copy.deepcopy([grown, grown])
         grown.append(k_all[:, :, :1], v_all[:, :, :1])
-        append(twin, 5, 7)
+        append(twin, 7)
         claims["copies"] = holds(twin, 7) and holds(deep, 5) and deep is again
         claims["attributes"] = twin.notes is grown.notes and deep.notes is not grown.notes
         claims["empty copies"] = copy.deepcopy(KVCache(max_len=3)).max_len == 3
         grown.reset()
         claims["reset"] = (grown.k, grown.v, grown.next_pos, grown._k) == (None, None, 0, None)
-        append(grown, 0, 1)
-        claims["used again"] = holds(grown, 1)
-        append(fixed, 0, 2)
-        place = fixed.k.data_ptr()
-        append(fixed, 2, 7)
-        claims["max_len"] = holds(fixed, 7, 7) and fixed.k.data_ptr() == place
+        claims["used again"] = append(grown, 1) and holds(grown, 1)
+        place = append(fixed, 2)[0].data_ptr()
+        claims["max_len"] = append(fixed, 7)[0].data_ptr() == place and holds(fixed, 7, 7)
         fixed.reset()
-        append(fixed, 0, 1)
-        claims["max_len once"] = holds(fixed, 1) and fixed.k.data_ptr() == place
+        claims["max_len once"] = append(fixed, 1)[0].data_ptr() == place and holds(fixed, 1)
         fixed.truncate(0)
         fixed.append(k_all[:1, :, :7], v_all[:1, :, :7])
         claims["another batch"] = torch.equal(fixed.k, k_all[:1, :, :7])
     with torch.inference_mode():
-        append(mixed, 0, 1)
-        append(mixed, 1, 2)
-        claims["inference mode"] = room(mixed) == 3
+        claims["inference mode"] = append(mixed, 1, 2) and room(mixed) == 3
     with torch.no_grad():
-        append(mixed, 2, 3)
-    claims["after inference mode"] = holds(mixed, 3, 3)
-    append(mixed, 3, 4)
-    claims["after no_grad"] = holds(mixed, 4, 4)
+        claims["after inference mode"] = append(mixed, 3) and holds(mixed, 3, 3)
+    claims["after no_grad"] = append(mixed, 4) and holds(mixed, 4, 4)
     k_grad = k_all.clone().requires_grad_()
     saved.append(k_grad[:, :, :1], v_all[:, :, :1])
     loss = saved.append(k_grad[:, :, 1:3], v_all[:, :, 1:3])[0].square().sum()
     saved.truncate(1)
     with torch.no_grad():
-        append(saved, 1, 2)  # not into what the square above has saved
+        append(saved, 2)  # not into what the square above has saved
     loss.backward()
     claims["gradient"] = torch.equal(k_grad.grad[:, :, :3], 2 * k_all[:, :, :3]) and holds(saved, 2)
     return claims
@@ -2235,22 +2215,9 @@ def check_generation(device: str) -> dict[str, bool]:
 
 
 def check_sampling(device: str) -> dict[str, bool]:
-    """Draws of pick_next_token fall on each token as often as its odds say."""
-    odds = {1: math.exp(2.0), 4: math.exp(1.5), 2: math.exp(1.0), 0: 1.0, 3: math.exp(-1.0)}
-    logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).to(device).expand(1000, -1)
-    even, many = torch.zeros(50, 2).to(device), torch.randn(5000, 8).to(device)
-
-    def draws(kept: int, power: float = 1, **options: object) -> bool:
-        """Whether 1,000 draws fall on the likeliest so many tokens as their odds say."""
-        dice = torch.Generator(device).manual_seed(1)
-        tokens = pick_next_token(logits, **{"temperature": 1.0, "generator": dice, **options})
-        shares = (tokens.flatten().bincount(minlength=5) / 1000).tolist()
-        wanted = {token: odds[token] ** power for token in list(odds)[:kept]}
-        total = sum(wanted.values())
-        gaps = [abs(share - wanted.get(t, 0) / total) for t, share in enumerate(shares)]
-        return max(gaps) < 0.05 and not any(n for t, n in enumerate(shares) if t not in wanted)
-
-    drawn_from = []
+    """What pick_next_token draws from, against softmax, top-k and top-p one token at a time."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 1.5], [0.0, 0.1, 0.2, 0.3, 0.4]]).to(device)
+    claims, drawn_from = {"no rows": pick_next_token(logits[:0]).shape == (0, 1)}, []
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(
@@ -2259,23 +2226,40 @@ def check_sampling(device: str) -> dict[str, bool]:
             drawn_from.extend(args[:1] if call is torch.multinomial else [])
             return call(*args, **(options or {}))
 
-    with Watch():  # the first alone rounds to 1
-        pick_next_token(torch.tensor([[20.0, 0.0]]).to(device), 1.0, top_p=1.0)
+    def expected(row: list[float], temperature: float, k: int, p: float) -> list[float]:
+        ranked = sorted((math.exp((z - max(row)) / temperature) for z in row), reverse=True)[:k]
+        total, kept = sum(ranked), 0
+        while sum(ranked[:kept]) / total < p and kept < len(ranked):
+            kept += 1
+        total = sum(ranked[:kept])
+        return [weight / total for weight in ranked[:kept]] + [0.0] * (5 - kept)
+
+    # The two likeliest of the first row hold 0.46 and 0.28 of all: the third reaches 0.75.
+    for temperature, k, p in itertools.product(
+        (1.0, 0.5, 1e30), (1, 3, 9, None), (0.75, 0.2, None)
+    ):
+        with Watch():
+            tokens = pick_next_token(logits, temperature, k, p)
+        probs = drawn_from.pop()
+        probs = probs / probs.sum(dim=1, keepdim=True)
+        wanted = [expected(row, temperature, k or 5, p or 1.0) for row in logits.tolist()]
+        name = f"temperature {temperature}, top_k {k}, top_p {p}"
+        claims[name] = check_gap(probs, torch.tensor(wanted)) < 1e-6 and tokens.shape == (2, 1)
+    with Watch():
         for dtype in (torch.float16, torch.bfloat16):
-            pick_next_token(many.to(dtype), 0.5, top_p=1.0)
-            pick_next_token(many.to(dtype).float(), 0.5, top_p=1.0)
-    return {
-        "no rows": pick_next_token(logits[:0]).shape == (0, 1),
-        "draws": draws(5),
-        "temperature": draws(5, power=2, temperature=0.5),
-        "top_k": draws(3, top_k=3) and draws(5, top_k=9),
-        # the first two hold 0.46 and 0.28 of all: they stay below 0.75, and the third reaches it
-        "top_p": draws(3, top_p=0.75) and draws(5, top_p=1.0) and draws(2, top_k=3, top_p=0.75),
-        "top_p reached by the first": not pick_next_token(even, 1.0, top_p=0.5).unique().numel()
-        > 1,
-        "top_p of 1 keeps all": drawn_from[0].gt(0).all(),
-        "float32 probabilities": all(map(torch.equal, drawn_from[1::2], drawn_from[2::2])),
-        "extremes": draws(1, temperature=1e-320) and draws(5, power=0, temperature=1e30),
+            many = torch.randn(50, 8).to(device, dtype)
+            pick_next_token(many, 0.5, top_p=1.0)
+            pick_next_token(many.float(), 0.5, top_p=1.0)
+        pick_next_token(torch.tensor([[20.0, 0.0]]).to(device), 1.0, top_p=1.0)
+    dice = [torch.Generator(device).manual_seed(1) for _ in range(2)]
+    drawn = [pick_next_token(logits[:1].expand(99, -1), 1.0, generator=d).flatten() for d in dice]
+    shared = logits[:1].expand(9, -1) * 0
+    return claims | {
+        "float32 probabilities": all(map(torch.equal, drawn_from[0:4:2], drawn_from[1:4:2])),
+        "top_p of 1 keeps all": drawn_from[4].gt(0).all(),  # the first alone rounds to 1
+        "top_p reached by the first": pick_next_token(shared, 1.0, top_p=0.2).unique().numel() == 1,
+        "a tiny temperature": pick_next_token(logits, 1e-320).tolist() == [[1], [4]],
+        "the generator": torch.equal(*drawn) and len(drawn[0].unique()) == 5,
     }
 
 
@@ -2468,19 +2452,13 @@ def demo_D08(device: str = "cpu") -> tuple[bool, str]:
     x = torch.randn(2, 5, 96).to(device)
     cos, sin = build_rope_cache(5, 12, device=device)
 
-    def seen(block: nn.Module, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def seen(block: nn.Module, *args: Tensor) -> list[Tensor]:
         """What attn and ffn are given in a real forward, and what attn adds."""
-        caught = {}
-        hooks = [
-            block.attn.register_forward_hook(
-                lambda _, args, out: caught.update(a=args[0], out=out[0])
-            ),
-            block.ffn.register_forward_hook(lambda _, args, out: caught.update(f=args[0])),
-        ]
+        caught = []
+        block.attn.register_forward_hook(lambda _, args, out: caught.extend((args[0], out[0])))
+        block.ffn.register_forward_hook(lambda _, args, out: caught.insert(1, args[0]))
         block(x, *args)
-        for hook in hooks:
-            hook.remove()
-        return caught["a"], caught["f"], caught["out"]
+        return caught
 
     serial, parallel = ModernDecoderBlock().to(device), ParallelDecoderBlock().to(device)
     attn_in, ffn_in, attn_out = seen(serial, cos, sin)
@@ -2489,14 +2467,13 @@ def demo_D08(device: str = "cpu") -> tuple[bool, str]:
     not_stale = not torch.allclose(ffn_in, serial.norm2(x))
     attn_same, ffn_same, _ = seen(parallel)
     both = [torch.equal(given, parallel.norm(x)) for given in (attn_same, ffn_same)]
-    same = attn_same is ffn_same
     two_norms = ParallelDecoderBlock(shared_norm=False).to(device)
     attn_own, ffn_own, _ = seen(two_norms)
     return check_claims(
         f"sequential: attn input == norm1(x): {reads_norm1}, FFN input == norm2(x+attn_out) "
         f"(updated stream): {updated} (and != norm2(x) alone: {not_stale}); parallel: attn input "
         f"== norm(x): {both[0]}, FFN input == norm(x): {both[1]}, attn and FFN inputs are the "
-        f"literal SAME tensor: {same}",
+        f"literal SAME tensor: {attn_same is ffn_same}",
         two_norms=attn_own is not ffn_own and torch.equal(ffn_own, two_norms.ffn_norm(x)),
     )
 
@@ -3192,12 +3169,17 @@ def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast
     definitions, imports = {}, []
     for node in tree.body:
         imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
-                name = part.name if part is node else f"{node.name}.{part.name}"
-                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
-                text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
-                definitions[name] = text, part
+        named = {getattr(node, "name", ""): node}
+        if isinstance(node, ast.Assign):
+            named = {ast.unparse(node.targets[0]): node}
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            named |= {f"{node.name}.{part.name}": part for part in methods}
+        named.pop("", None)
+        for name, part in named.items():
+            start = min([part.lineno, *(d.lineno for d in getattr(part, "decorator_list", []))])
+            text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
+            definitions[name] = text, part
     return definitions, imports
 
 
@@ -3228,7 +3210,9 @@ def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
     names = [main_name(parser, "name", name, definitions) for name in names]
 
     def used(name: str) -> set[str]:
-        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
+        text, tree = definitions[name]
+        words = text.split() if isinstance(tree, ast.Assign) else []  # a table that names classes
+        return {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}.union(words)
 
     needed, queue = set(), [name for name in names if "." not in name]
     while queue:

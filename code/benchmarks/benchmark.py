@@ -38,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import transformer_block as tb
 
+import after_2025
+
 D, H, G, D_FF, D_H = 1024, 16, 4, 2816, 64  # the block that is timed: batch 1, float32
 # Where each weight of our block stands in a LlamaDecoderLayer.
 LLAMA_NAMES = {
@@ -637,6 +639,66 @@ def mla(rounds: int) -> Iterator[Row]:
     yield Row("mla-cache", what, storage_bytes(held), storage_bytes(gqa), "B", 0.3)
 
 
+@torch.no_grad()
+def after(rounds: int) -> Iterator[Row]:
+    """A token at 16,384 through each operator of 2025 and 2026, beside GQA through the kernel."""
+    length, gqa = 16384, partial(tb.MultiHeadAttention, D, H, G, rope=True, attend=tb.attend_fused)
+    sizes = {"kv_rank": 4 * D_H, "rope_dim": D_H // 2, "nope_dim": D_H, "v_dim": D_H}
+    latent = tb.MultiHeadLatentAttention(D, H, **sizes, q_rank=6 * D_H)
+    index = {"n_index_heads": H // 2, "index_dim": D_H, "top_k": 2048}
+    layers = {
+        "gqa": gqa(),
+        "gated": after_2025.OutputGatedAttention(gqa()),
+        "delta": after_2025.GatedDeltaNet(D, 4, 8, k_dim=2 * D_H, v_dim=2 * D_H),
+        "latent": latent,
+        "indexed": after_2025.IndexedSparseAttention(latent, **index),
+    }
+    caches = {name: getattr(layer, "new_cache", tb.KVCache)() for name, layer in layers.items()}
+    x, calls = torch.randn(1, 1, D), {}
+    for name, layer in layers.items():
+        width = layer.rope_dim if name == "latent" else D_H // 2 if name == "indexed" else D_H
+        cos, sin = tb.build_rope_cache(length + 1, width)
+        step = partial(layer, causal=True, cos=cos, sin=sin, kv_cache=caches[name])
+        step(x)  # shows what is cached, and its widths; then as many tokens of noise
+        if name == "delta":
+            caches[name].update(length - 2, caches[name].state, caches[name].columns)
+        for kept in vars(caches[name]).values() if name == "indexed" else [caches[name]]:
+            if isinstance(kept, tb.KVCache):
+                kept.append(*(t.new_empty(1, t.shape[1], length - 2, t.shape[3]).normal_()
+                              for t in (kept.k, kept.v)))  # fmt: skip
+        calls[name] = partial(step, x)
+
+    def reset() -> None:
+        for cache in caches.values():
+            cache.truncate(length - 1)
+
+    def held(name: str) -> int:
+        cache = caches[name]
+        if name == "delta":  # two states: that of the last token, and the one to go back to
+            kept = cache.state, cache.columns, *cache._before[1:]
+            return sum(t.untyped_storage().nbytes() for t in kept)
+        parts = (cache.latent, cache.index) if name == "indexed" else (cache,)
+        return sum(t.nbytes for part in parts for t in (part.k, part.v))
+
+    for call in calls.values():
+        call()
+    bytes_held = {name: held(name) for name in calls}
+    reset()
+    seconds = take_turns(calls, 4 * rounds, reset)
+    compared = (
+        ("gated", "gqa", "output-gated attention", "GQA of 4 heads", 1.5, 1.0),
+        ("delta", "gqa", "Gated DeltaNet", "GQA of 4 heads", 1.0, 0.1),
+        ("indexed", "latent", "indexed attention, 2,048 keys", "dense latent attention", 1.1, 1.3),
+        ("indexed", "gqa", "indexed attention, 2,048 keys", "GQA of 4 heads", 2.0, 1.0),
+    )
+    for name, other, what, against, time_limit, held_limit in compared:
+        row = f"after-{name}-{other}"
+        text = f"{what}, a token at {length:,}; {against}"
+        yield Row(row, text, seconds[name], seconds[other], "s", time_limit)
+        text = f"{what}, bytes held at {length:,}; {against}"
+        yield Row(f"{row}-held", text, bytes_held[name], bytes_held[other], "B", held_limit)
+
+
 def start(rounds: int) -> Iterator[Row]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     run = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL, env=environment)
@@ -666,6 +728,7 @@ MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "cache": cache,
     "moe": moe,
     "mla": mla,
+    "after": after,
     "start": start,
 }
 

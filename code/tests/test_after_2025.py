@@ -614,6 +614,19 @@ def test_hybrid_refuses_what_a_state_cannot_do():
         hybrid()(ids, kv_caches=[tb.KVCache() for _ in range(4)])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("make", [our_gated, our_delta, our_indexed])
+def test_layers_are_one_graph_with_and_without_a_cache(make):
+    layer, x = make(), torch.randn(1, 7, D)
+    cos, sin = tb.build_rope_cache(8, 16 if make is our_gated else ROPE)
+    given = {"causal": True, "cos": cos, "sin": sin}
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    full, cache = layer(x, **given)[0], getattr(layer, "new_cache", tb.KVCache)()
+    torch.testing.assert_close(compiled(x, **given)[0], full)
+    steps = [compiled(part, kv_cache=cache, **given)[0] for part in x.split((5, 1, 1), dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), full)
+
+
 @pytest.mark.parametrize("B_T", [(0, 5), (3, 0), (1, 1)])
 def test_empty_and_single_inputs(B_T):
     model = hybrid()
@@ -808,7 +821,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("t[batch, 0, self.rows]", "t[batch, 0, self.rows * 0]"),
     ],
     "IndexedSparseAttention": [
-        ("F.relu(q.to(wide) @ keys.to(wide).mT)", "(q.to(wide) @ keys.to(wide).mT)"),
+        ("F.relu(keys[:, 0].to(wide) @ rows.mT)", "(keys[:, 0].to(wide) @ rows.mT)"),
         ("(weight[..., None] * hits)", "hits"),
         (
             "weight = self.index_weight(x).to(wide).mT",
@@ -835,7 +848,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("keys if kv_cache is None else kv_cache.append_index(keys)", "keys"),
         ("if keys.shape[2] <= self.top_k:", "if keys.shape[2] <= self.top_k + 1:"),
         ("if x.shape[1] == 1 and keep is None:", "if False:"),
-        ("* self.index_dim**-0.5", ""),
+        ("* self.index_dim) ** -0.5", ") ** -0.5"),
     ],
     "require_indexed": [
         ("if causal and T > 1:", "if False:"),

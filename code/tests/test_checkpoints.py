@@ -22,6 +22,7 @@ import checkpoints
 import smollm2
 import transformers
 from checkpoints import CheckpointError, GGUFFile
+from transformer_block import DecoderOnlyLM, attend, attend_fused
 
 EXAMPLE = smollm2.__file__
 SENTENCES = [
@@ -170,10 +171,22 @@ def test_half_split_rows_pull_the_pairs_of_each_head_apart():
     assert checkpoints.half_split_rows(pairs, 2).flatten().tolist() == [0, 1, 10, 11, 2, 3, 12, 13]
 
 
-def test_smollm2_has_135_million_parameters_and_a_tied_head(model):
+def test_smollm2_has_135_million_parameters_and_no_second_matrix(model):
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
-    assert model.lm_head.weight is model.embedding.weight
+    assert model.lm_head is None
     assert len(model.blocks) == 30
+    assert all(block.attn.attend is attend_fused for block in model.blocks)
+
+
+def test_smollm2_writes_the_same_tokens_on_the_explicit_path(model, prompts, answers):
+    for block in model.blocks:
+        block.attn.attend = attend
+    written = [
+        model.generate(ids, answer.shape[1] - ids.shape[1]) for ids, answer in zip(prompts, answers)
+    ]
+    for block in model.blocks:
+        block.attn.attend = attend_fused
+    assert [row.tolist() for row in written] == [answer.tolist() for answer in answers]
 
 
 def test_smollm2_text_and_chat_become_the_tokens_of_transformers(file, tokenizer):
@@ -335,7 +348,7 @@ def test_loading_reports_its_progress(tiny):
     assert seen == [(done, 21) for done in range(1, 22)]
 
 
-def test_stream_is_the_text_of_generate_after_a_prompt_of_many_chunks(tiny):
+def test_stream_is_the_text_of_generate_after_a_long_prompt(tiny):
     model, tokenizer = load(tiny)
     prompt = torch.randint(1, 258, (1, 600), generator=torch.Generator().manual_seed(0))
     for temperature in (0.0, 1.0):
@@ -346,6 +359,24 @@ def test_stream_is_the_text_of_generate_after_a_prompt_of_many_chunks(tiny):
         )
         assert 0 not in expected
         assert "".join(pieces) == tokenizer.decode(expected).rstrip("�")
+
+
+def test_stream_has_no_loop_of_its_own(tiny, monkeypatch):
+    """What DecoderOnlyLM.stream gives is decoded, and nothing else is asked of the model."""
+    model, tokenizer = load(tiny)
+    asked = []
+
+    def stream(self, ids, max_new_tokens, **options):
+        asked.append((ids.tolist(), max_new_tokens, options.pop("generator"), options))
+        yield from torch.tensor([[[7]], [[8]], [[0]]])
+
+    monkeypatch.setattr(DecoderOnlyLM, "stream", stream)
+    monkeypatch.setattr(DecoderOnlyLM, "forward", None)
+    text = checkpoints.stream_text(model, tokenizer, [5, 6], 9, eos_id=0, temperature=0.5, seed=3)
+    assert "".join(text) == tokenizer.decode([7, 8])
+    ((ids, count, generator, options),) = asked
+    assert (ids, count, options) == ([[5, 6]], 9, {"temperature": 0.5, "eos_id": 0})
+    assert generator.initial_seed() == 3
 
 
 def test_stream_ends_at_eos(tiny):

@@ -1,7 +1,8 @@
-"""The blocks under torch.compile, torch.export and torch.func, without changes to the script.
+"""Blocks, model and loss under torch.compile, torch.export and torch.func, as the script has them.
 
-Without a cache every dense block is one graph, forward and backward. With a cache the lengths of a
-growing buffer decide which decoding steps are compiled anew: the tests at the end pin that down.
+Every dense block is one graph, without a cache forward and backward too, and so is the model
+without caches. With a cache the lengths of a growing buffer decide which decoding steps are
+compiled anew.
 """
 
 import copy
@@ -11,15 +12,14 @@ import pytest
 import torch
 import transformer_block as tb
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 D, H, G, D_FF, MAX_LEN = 32, 4, 2, 48, 128
 B, T, S = 2, 7, 5
-# Which of 64 decoding steps may compile where nothing but the length changes. The first sees it as
-# a number, the second as a variable; torch 2.6 takes every length as a number, up to its limit of
-# eight graphs, and runs the steps after that without compiling.
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-FIRST_STEPS = {1, 2} if TORCH >= (2, 13) else set(range(1, 8))
+needs_one_graph = pytest.mark.skipif(
+    TORCH < (2, 13), reason="older compilers take every length of a cache as a number"
+)
 COS, SIN = tb.build_rope_cache(MAX_LEN, D // H)
 
 
@@ -125,48 +125,161 @@ def test_per_sample_gradients_are_those_of_a_loop(name, path):
             torch.testing.assert_close(per_sample[key][row], parameter.grad, atol=1e-11, rtol=0)
 
 
-def compiling_steps(cache: tb.KVCache, prompt: int = 5, steps: int = 64) -> set[int]:
-    """Which steps of decoding made torch.compile add a graph; the prompt comes before step 1."""
+def compiling_steps(
+    block: nn.Module, others: tuple, cache: tb.KVCache, *, prompt: int = 5, steps: int = 20
+) -> set[int]:
+    """Which steps of decoding made torch.compile add a graph, each call being one; 0: the prompt.
+
+    Each step's output is compared with the block's own.
+    """
     counter = CompileCounter()
-    block = tb.ModernDecoderBlock(D, H, G, D_FF)
-    compiled = torch.compile(block, backend=counter)
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
     plain, added, graphs = copy.deepcopy(cache), set(), 0
     for step, length in enumerate((prompt, *[1] * steps)):
         x = torch.randn(B, length, D)
-        out = compiled(x, COS, SIN, kv_cache=cache)
-        torch.testing.assert_close(out, block(x, COS, SIN, kv_cache=plain))
+        out = compiled(x, *others, kv_cache=cache)
+        torch.testing.assert_close(out, block(x, *others, kv_cache=plain))
+        assert cache.next_pos == prompt + step
         if counter.frame_count > graphs:
             added.add(step)
         graphs = counter.frame_count
-    return added - {0}
+    return added
 
 
+WITH_CACHE = ["GPT-2", "modern", "parallel", "branch norm", "latent"]
+
+
+@needs_one_graph
+@pytest.mark.parametrize("name", WITH_CACHE)
 @torch.no_grad()
-def test_with_a_cache_of_fixed_size_only_the_first_steps_of_64_compile():
-    assert compiling_steps(tb.KVCache(MAX_LEN)) <= FIRST_STEPS
+def test_with_a_cache_of_fixed_size_the_prompt_and_the_first_step_compile(name):
+    make, others = BLOCKS[name]
+    assert compiling_steps(make(), others, tb.KVCache(MAX_LEN)) == {0, 1}
 
 
-@torch.no_grad()
-def test_with_a_growing_cache_the_last_new_graph_of_64_steps_is_that_of_the_second_growth():
-    # A prompt of 5 gets a buffer of 5. Step 1 makes it longer, and so does a step soon after: each
-    # takes another way than the steps that find room, first with numbers, then with variables.
-    steps = compiling_steps(tb.KVCache())
-    assert 1 in steps
-    assert max(steps) <= 8
+@needs_one_graph
+@pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
+@torch.inference_mode()
+def test_with_a_growing_cache_the_first_two_steps_and_the_next_growth_compile(path):
+    # A prompt of 5 gets a buffer of 5, step 1 one of 12: with numbers that is a graph. Step 2 finds
+    # room: another one. Step 8 is the next to grow it, and from there on the room is a variable.
+    block = on_path(tb.ModernDecoderBlock(D, H, G, D_FF), path)
+    added = compiling_steps(block, (COS, SIN), tb.KVCache())
+    assert {0, 1, 2} <= added
+    assert max(added) <= 8
+    assert len(added) <= 5
 
 
-@torch.no_grad()
-def test_a_block_with_a_cache_is_one_graph_from_torch_2_14_on_and_refused_before():
-    block, cache, x = tb.ModernDecoderBlock(D, H, G, D_FF), tb.KVCache(), torch.randn(B, T, D)
-    compiled = torch.compile(block, fullgraph=True, backend="eager")
-    if TORCH >= (2, 14):  # the first to enter the `with` block of a class like KVCache
-        torch.testing.assert_close(compiled(x, COS, SIN, kv_cache=cache), block(x, COS, SIN))
-        assert cache.next_pos == T
-    else:
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            compiled(x, COS, SIN, kv_cache=cache)
-        assert cache.next_pos == 0
+@needs_one_graph
+def test_training_through_a_cache_the_prompt_and_two_steps_compile():
+    make, others = BLOCKS["modern"]
+    assert compiling_steps(make(), others, tb.KVCache()) == {0, 1, 2}  # it concatenates
 
 
-def test_training_through_a_cache_only_the_first_steps_of_64_compile():
-    assert compiling_steps(tb.KVCache()) <= FIRST_STEPS  # it concatenates, whatever the length
+# =============================================================================================
+# The model and its loss
+# =============================================================================================
+
+
+def make_lm(**options) -> tb.DecoderOnlyLM:
+    return tb.DecoderOnlyLM(31, D, 2, H, G, D_FF, max_len=MAX_LEN, **options).double()
+
+
+IDS = torch.randint(0, 31, (B, T), generator=torch.Generator().manual_seed(0))
+PADDING = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * T]).bool()
+DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+PACKED = DOCUMENTS[:, None] == DOCUMENTS
+CALLS = {
+    "plain": ({}, {}),
+    "fused, capped logits": ({"path": tb.attend_fused, "logit_softcap": 2.0}, {}),
+    "padded": ({}, {"key_padding_mask": PADDING}),
+    "windows and packed documents": ({"windows": [3, None]}, {"mask": PACKED}),
+    "last position, untied": ({"tie_embeddings": False}, {"last_only": True}),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_the_model_without_a_cache_is_one_graph_forward_and_backward(case):
+    options, given = CALLS[case]
+    options = dict(options)
+    path = options.pop("path", tb.attend)
+    model, graphs = on_path(make_lm(**options), path), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    wanted, got = model(IDS, **given), compiled(IDS, **given)
+    torch.testing.assert_close(got, wanted)
+    assert graphs.frame_count == 1
+    wanted = torch.autograd.grad(wanted.sin().sum(), list(model.parameters()))
+    got = torch.autograd.grad(got.sin().sum(), list(model.parameters()))
+    for gradient, want in zip(got, wanted):
+        torch.testing.assert_close(gradient, want)
+
+
+@pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
+def test_a_second_length_makes_the_length_a_variable(path):
+    block, graphs = on_path(tb.ModernDecoderBlock(D, H, G, D_FF), path), CompileCounter()
+    compiled = torch.compile(block, fullgraph=True, backend=graphs)
+    for length in (5, 7, 9, 12):
+        x = torch.randn(B, length, D)
+        torch.testing.assert_close(compiled(x, COS, SIN), block(x, COS, SIN))
+    assert graphs.frame_count == 2
+
+
+def test_an_exported_model_takes_other_batches_and_lengths():
+    model, any_size = make_lm(), torch.export.Dim.DYNAMIC
+    program = torch.export.export(model, (IDS,), dynamic_shapes={"ids": {0: any_size, 1: any_size}})
+    for shape in ((B, T), (B + 1, 2 * T)):
+        ids = torch.randint(0, 31, shape)
+        torch.testing.assert_close(program.module()(ids), model(ids))
+
+
+LOSSES = {
+    "all": {},
+    "padded": {"key_padding_mask": PADDING},
+    "answer": {"predict": DOCUMENTS.expand(B, T) > 0},
+    "both": {"key_padding_mask": PADDING, "predict": DOCUMENTS.expand(B, T) > 0},
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_loss_is_one_graph_forward_and_backward(case):
+    logits = torch.randn(B, T, 31, dtype=torch.float64, requires_grad=True)
+    wanted = tb.next_token_loss(logits, IDS, **LOSSES[case])
+    compiled = torch.compile(tb.next_token_loss, fullgraph=True, backend="aot_eager")
+    got = compiled(logits, IDS, **LOSSES[case])
+    torch.testing.assert_close(got, wanted)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, [logits]), torch.autograd.grad(wanted, [logits])
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_loss_under_vmap_and_grad_is_that_of_a_loop(case):
+    logits = torch.randn(3, B, T, 31, dtype=torch.float64)
+    ids = torch.randint(0, 31, (3, B, T))
+
+    def loss(logits: Tensor, ids: Tensor) -> Tensor:
+        return tb.next_token_loss(logits, ids, **LOSSES[case])
+
+    together = torch.func.vmap(torch.func.grad_and_value(loss))(logits, ids)
+    for row in range(3):
+        leaf = logits[row].clone().requires_grad_()
+        alone = loss(leaf, ids[row])
+        torch.testing.assert_close(together[1][row], alone.detach())
+        torch.testing.assert_close(together[0][row], torch.autograd.grad(alone, [leaf])[0])
+
+
+def test_per_sample_gradients_of_the_model_are_those_of_a_loop():
+    model = make_lm()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, parameters, (row[None],))
+        return tb.next_token_loss(logits, row[None])
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, IDS)
+    for row, ids in enumerate(IDS):
+        model.zero_grad()
+        tb.next_token_loss(model(ids[None]), ids[None]).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(per_sample[name][row], parameter.grad)

@@ -6,6 +6,7 @@ with what those two models show. What no model definition can tell is compared w
 Class defaults of the library are often not the checkpoint's values: every size that differs is given in CHECKPOINTS.
 """
 
+import importlib
 import inspect
 import re
 import sys
@@ -1086,39 +1087,45 @@ def test_gemma_scales_embeddings_and_some_query_scales_are_not_head_dim():
 
 def test_a_wrong_cell_is_seen():
     text = NOTES.read_text(encoding="utf-8")
-    row = next(l for l in text.split("\n") if l.startswith("| OLMo-2 7B |") and "output norm" in l)
+    row = next(
+        l for l in text.split("\n") if l.startswith("| OLMo-2 7B | output norm | RMSNorm | 1e-6 |")
+    )
     broken = recipe_tables(text.replace(row, row.replace("output norm", "Pre-LN")))
     assert broken["norms"]["OLMo-2 7B"]["Topology"] != topology("OLMo-2 7B")
 
 
-def test_later_models_in_the_library():
-    hy4 = transformers.HYV4Config()
-    assert (
-        hy4.n_routed_experts,
-        hy4.n_shared_experts,
-        hy4.num_experts_per_tok,
-        hy4.kv_lora_rank,
-    ) == (256, 1, 8, 512)
-    assert (
-        hy4.mlp_layer_types[:2] == ["dense", "sparse"]
-        and set(hy4.mlp_layer_types[1:]) == {"sparse"}
-        and hy4.hc_mult == 4
-    )
-    assert set(hy4.layer_types) == {"indexed_attention"}
+def test_classes_named_after_2025_exist_and_have_what_is_said():
+    text = NOTES.read_text(encoding="utf-8")
+    part = text[text.index("### 7.6 ") : text.index("## §8 ")]
+    named = {
+        name for name in re.findall(r"`([a-z0-9_]+)`", part) if hasattr(transformers.models, name)
+    }
+    assert named == {
+        *("qwen3_next", "kimi_linear", "deepseek_v32", "deepseek_v4"),
+        *("gpt_oss", "gemma3n", "minimax", "hy_v4"),
+    }
+    layers = importlib.import_module("transformers.modeling_layers")
+    assert "`MtpLayer`" in part and layers.MtpLayer
+    gate = inspect.getsource(transformers.models.qwen3_next.modeling_qwen3_next)
+    assert re.search(r"attn_output \* torch\.sigmoid\(gate\)", gate)
+    index = inspect.getsource(transformers.models.deepseek_v32.modeling_deepseek_v32)
+    assert "relu(" in index and "topk(" in index
+    assert "inkhorn" in inspect.getsource(transformers.models.deepseek_v4.modeling_deepseek_v4)
+    plain = inspect.getsource(transformers.models.hy_v4.modeling_hy_v4)
+    assert "skips the sinkhorn part" in plain and "sinkhorn_iter" not in plain
 
-    flash = transformers.Qwen4ExpTextConfig()
-    assert flash.hc_count == 4 and flash.layer_types == [
-        "indexed_attention" if (i + 1) % 4 == 0 else "linear_attention"
-        for i in range(flash.num_hidden_layers)
-    ]
 
-
-GATES = {  # first cell of the table in section 6: (scores, weight, shared experts, source)
+GATES = {  # a name in the table of section 6: (scores, weight, shared experts, source)
     "Switch": ("softmax over all", "that probability, top-1", "0", "arXiv:2101.03961"),
-    "Mixtral 8x7B": ("softmax over all", "renormalised over the 2", "0", "MixtralTopKRouter"),
+    "Mixtral 8x7B": (
+        "softmax over all",
+        "renormalised over the chosen 2, 8",
+        "0",
+        "MixtralTopKRouter",
+    ),
     "Qwen3 30B-A3B": (
         "softmax over all",
-        "renormalised over the 8",
+        "renormalised over the chosen 2, 8",
         "0",
         "checkpoint norm_topk_prob=true; class default false",
     ),
@@ -1136,8 +1143,11 @@ GATES = {  # first cell of the table in section 6: (scores, weight, shared exper
 
 def test_gate_table():
     text = NOTES.read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in text.split("\n") if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row] for row in rows if len(row) == 5]
     for model, (*cells, _) in GATES.items():
-        assert "| " + " | ".join([model, *cells]) + " |" in text, model
+        (found,) = (row for row in rows if model in row[0].split(", ") and row[1] == cells[0])
+        assert [*found[1:3], found[4]] == cells, model
 
     def source(name, kind):
         return "".join(

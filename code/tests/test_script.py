@@ -354,6 +354,16 @@ def test_show_is_exact_and_runs_by_itself(name):
     assert not (loaded & set(PUBLIC)) - set(chosen), "a definition is missing"
 
 
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_pasted_demo_says_what_it_says_here(name):
+    """With every helper and constant that it reaches."""
+    namespace = {"__name__": "pasted"}
+    exec(shown(f"demo_{name}"), namespace)
+    ok, text = namespace[f"demo_{name}"]()
+    assert ok, text
+    assert without_figures(text) == without_figures(DEMOS[name]()[1])
+
+
 def test_show_prints_what_it_says():
     done = run("--show", "rmsnorm", "--show", "Attend", "RMSNorm")
     assert (done.returncode, done.stdout, done.stderr) == (0, shown("RMSNorm", "attend"), "")

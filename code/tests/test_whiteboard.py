@@ -1,0 +1,362 @@
+"""The answers equal the script's classes on the same weights, and stay as short as promised."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformer_block as tb
+from torch import Tensor, nn
+
+import practice
+import whiteboard as wb
+
+WHITEBOARD = Path(wb.__file__)
+CHUNKS = ((8,), (3, 1, 4), (1,) * 8)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """Everything in float64, the same numbers in every test."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def randomized(module: nn.Module) -> nn.Module:
+    """Weights of a size that leaves scores unsaturated; norms unlike 1, biases unlike 0."""
+    for p in module.parameters():
+        p.data.normal_(1.0 if p.ndim == 1 else 0.0, 0.3)
+    return module
+
+
+def tables(length: int, width: int) -> tuple[Tensor, Tensor]:
+    """cos and sin in float64: the script's own tables are rounded to float32."""
+    angle = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angle = torch.cat((angle, angle), dim=1)
+    return angle.cos(), angle.sin()
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() < 1e-9)
+
+
+def in_chunks(module: Callable, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    outputs, cache = [], None
+    for part in x.split(lengths, dim=1):
+        y, cache = module(part, cache)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1)
+
+
+def renamed(module: nn.Module, **names: str) -> dict[str, Tensor]:
+    """Its state dict under the script's names: the longest prefix that is given is replaced."""
+    state = {}
+    for key, value in module.state_dict().items():
+        old = max((n for n in names if key.startswith(n.replace("__", "."))), key=len, default=None)
+        state[key if old is None else key.replace(old.replace("__", "."), names[old], 1)] = value
+    return state
+
+
+FFN = {"ffn__0": "ffn.up", "ffn__2": "ffn.down"}
+
+
+# ── The same as the script ───────────────────────────────────────────────────────────────────
+
+
+def test_norms() -> None:
+    x, weight, bias = torch.randn(2, 5, 6), torch.randn(6), torch.randn(6)
+    norm = tb.RMSNorm(6)
+    norm.weight.data.copy_(weight)
+    for scale in (1, 3e-3):
+        assert close(wb.rms_norm(scale * x, weight), norm(scale * x))
+        assert close(
+            wb.layer_norm(scale * x, weight, bias), F.layer_norm(scale * x, (6,), weight, bias)
+        )
+    low, wide = weight.bfloat16(), 300 * x
+    norm.weight.data.copy_(low)
+    assert torch.equal(wb.rms_norm(wide.bfloat16(), low), norm.bfloat16()(wide.bfloat16()))
+    assert wb.rms_norm(wide.half(), weight.half()).isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (4, 4), (2, 7)])
+def test_causal_mask(T: int, S: int, window: int | None) -> None:
+    want = tb.build_causal_mask(torch.arange(S - T, S), torch.arange(S), window)
+    assert torch.equal(wb.causal_mask(T, S, window), want)
+
+
+def test_rotate() -> None:
+    x, positions = torch.randn(2, 3, 5, 6), torch.tensor([4, 0, 9, 2, 3])
+    cos, sin = tables(10, 6)
+    assert close(wb.rotate(x, positions), tb.apply_rope(x, cos[positions], sin[positions]))
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_attention(n_kv_heads: int) -> None:
+    q, k, v = (
+        torch.randn(2, 4, 5, 6),
+        torch.randn(2, n_kv_heads, 7, 6),
+        torch.randn(2, n_kv_heads, 7, 3),
+    )
+    holes = wb.causal_mask(5, 7)
+    holes[1] = False
+    for mask in (None, wb.causal_mask(5, 7), holes, torch.rand(2, 1, 1, 7) < 0.6):
+        assert close(wb.attention(q, k, v, mask), tb.attend(q, k, v, mask))
+
+
+@pytest.mark.parametrize("block", [1, 3, 7, 9])
+def test_online_softmax(block: int) -> None:
+    q, k, v = 300 * torch.randn(5, 6), torch.randn(7, 6), torch.randn(7, 3)
+    for q_scaled in (q, q / 300):
+        want = tb.attend(q_scaled[None, None], k[None, None], v[None, None])[0, 0]
+        assert close(wb.online_softmax(q_scaled, k, v, block), want)
+
+
+def test_swiglu() -> None:
+    ffn, x = randomized(tb.GatedFFN(6, 7)), torch.randn(2, 5, 6)
+    weights = (ffn.gate.weight, ffn.up.weight, ffn.down.weight)
+    assert close(wb.swiglu(x, *weights), ffn(x))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3), (1, 1)])
+def test_modern_block(heads: tuple[int, int], chunks: tuple[int, ...]) -> None:
+    d_model = 6 * heads[0]
+    block = randomized(wb.ModernBlock(d_model, *heads, 20))
+    script = tb.ModernDecoderBlock(d_model, *heads, 20)
+    script.load_state_dict(renamed(block, norm1="norm1.weight", norm2="norm2.weight"))
+    x = torch.randn(2, 8, d_model)
+    assert close(in_chunks(block, x, chunks), script(x, *tables(8, 6)))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_self_attention(chunks: tuple[int, ...]) -> None:
+    attn, script = (
+        randomized(wb.SelfAttention(36, 6, 2)),
+        tb.MultiHeadAttention(36, 6, 2, rope=True),
+    )
+    script.load_state_dict(attn.state_dict())
+    x, (cos, sin) = torch.randn(2, 8, 36), tables(8, 6)
+    want = script(x, mask=wb.causal_mask(8, 8), cos=cos, sin=sin)[0]
+    assert close(in_chunks(attn, x, chunks), want)
+
+
+def test_layers_of_2017() -> None:
+    x, memory = torch.randn(2, 5, 24), torch.randn(2, 7, 24)
+    encoder, script = randomized(wb.EncoderLayer(24, 4, 20)), tb.VanillaEncoderLayer2017(24, 4, 20)
+    script.load_state_dict(renamed(encoder, **FFN))
+    keep = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    assert close(encoder(x), script(x))
+    assert close(encoder(x, keep), script(x, keep))
+    decoder = randomized(wb.CrossDecoderLayer(24, 4, 20))
+    script = tb.VanillaSeq2SeqDecoderLayer2017(24, 4, 20)
+    script.load_state_dict(renamed(decoder, **FFN))
+    assert close(decoder(x, memory), script(x, memory))
+
+
+def test_gpt2_block() -> None:
+    block, x = randomized(wb.GPT2Block(24, 4, 20)), torch.randn(2, 5, 24)
+    script = tb.GPT2StyleDecoderLayer(24, 4, 20, act=lambda h: F.gelu(h, approximate="tanh"))
+    script.load_state_dict(renamed(block, ln1="norm1", ln2="norm2", **FFN))
+    assert close(block(x), script(x))
+
+
+def test_parallel_block() -> None:
+    block, x = randomized(wb.ParallelBlock(24, 4, 20)), torch.randn(2, 5, 24)
+    script = tb.ParallelDecoderBlock(
+        24, 4, d_ff=20, attn=tb.MultiHeadAttention(24, 4, rope=True),
+        ffn=tb.DenseFFN(24, 20, act=lambda h: F.gelu(h, approximate="tanh")),
+    )  # fmt: skip
+    script.load_state_dict(renamed(block, up="ffn.up", down="ffn.down"))
+    cos, sin = tables(5, 6)
+    assert close(block(x), script(x, cos=cos, sin=sin))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_latent_attention(chunks: tuple[int, ...]) -> None:
+    attn = randomized(wb.LatentAttention(15, 3, 10, 4, 7, 8))
+    script = tb.MultiHeadLatentAttention(15, 3, kv_rank=10, rope_dim=4, nope_dim=7, v_dim=8)
+    state = renamed(attn, latent_norm="kv_norm.weight")
+    down = torch.cat((state.pop("latent_down.weight"), state.pop("k_rope_proj.weight")))
+    script.load_state_dict({**state, "kv_down.weight": down})
+    x, (cos, sin) = torch.randn(2, 8, 15), tables(8, 4)
+    want = script(x, mask=wb.causal_mask(8, 8), cos=cos, sin=sin)[0]
+    assert close(in_chunks(attn, x, chunks), want)
+
+
+def test_switch_ffn() -> None:
+    ffn, script, x = randomized(wb.SwitchFFN(6, 7, 5)), tb.MoEFFN(6, 7, 5), torch.randn(3, 8, 6)
+    script.load_state_dict(ffn.state_dict())
+    y, loss = ffn(x)
+    assert close(y, script(x))
+    assert close(loss, script.aux_loss)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_mixtral_ffn_against_one_token_at_a_time(top_k: int) -> None:
+    ffn, x = randomized(wb.MixtralFFN(6, 7, 5, top_k)), torch.randn(2, 4, 6)
+    want = torch.zeros_like(x)
+    for b in range(2):
+        for t in range(4):
+            logits = ffn.router.weight @ x[b, t]
+            best = sorted(range(5), key=lambda e: -logits[e].item())[:top_k]
+            total = sum(logits[e].exp() for e in best)
+            for e in best:
+                want[b, t] += logits[e].exp() / total * ffn.experts[e](x[b, t])
+    assert close(ffn(x), want)
+
+
+def test_mixtral_ffn_against_transformers() -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    config = mixtral.MixtralConfig(
+        hidden_size=6, intermediate_size=7, num_local_experts=5, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    block, ffn = mixtral.MixtralSparseMoeBlock(config), randomized(wb.MixtralFFN(6, 7, 5, 2))
+    state = dict.fromkeys(block.state_dict())
+    assert set(state) == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+    both = [torch.cat((e.gate.weight, e.up.weight)) for e in ffn.experts]
+    block.load_state_dict({
+        "gate.weight": ffn.router.weight,
+        "experts.gate_up_proj": torch.stack(both),
+        "experts.down_proj": torch.stack([e.down.weight for e in ffn.experts]),
+    })  # fmt: skip
+    x = torch.randn(2, 4, 6)
+    found = block(x)
+    found = found[0] if isinstance(found, tuple) else found
+    assert (found - ffn(x)).abs().max() < 1e-6  # its router runs in float32
+
+
+def test_lora() -> None:
+    linear, x = nn.Linear(7, 9), torch.randn(2, 5, 7)
+    before = linear.weight.detach().clone()
+    lora = wb.LoRALinear(linear, 3, 12)
+    assert torch.equal(lora(x), linear(x))
+    assert {n for n, p in lora.named_parameters() if p.requires_grad} == {"a", "b"}
+    lora.b.data.normal_()
+    want = F.linear(x, before + 4 * lora.b @ lora.a, linear.bias)
+    assert close(lora(x), want)
+    assert close(lora.merged()(x), want)
+    assert torch.equal(linear.weight, before)
+
+
+def test_next_token_loss() -> None:
+    logits, ids = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 1, 1]]).bool()
+    assert close(wb.next_token_loss(logits, ids), tb.next_token_loss(logits, ids))
+    assert close(wb.next_token_loss(logits, ids, mask), tb.next_token_loss(logits, ids, mask))
+
+
+@pytest.mark.parametrize("top_p", [None, 0.3, 0.7])
+@pytest.mark.parametrize("top_k", [None, 1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_sample(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    logits, (a, b) = torch.randn(500, 6), (torch.Generator().manual_seed(1) for _ in range(2))
+    want = tb.pick_next_token(logits, temperature, top_k, top_p, a)
+    assert torch.equal(wb.sample(logits, temperature, top_k, top_p, b), want)
+
+
+def test_generate() -> None:
+    model, prompt = tb.DecoderOnlyLM(17, 24, 2, 4, 2, 20), torch.randint(17, (3, 4))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)  # so that the likeliest token is not always the last one
+
+    def cached(ids: Tensor, caches: list | None) -> tuple[Tensor, list]:
+        caches = model.new_caches() if caches is None else caches
+        return model(ids, kv_caches=caches), caches
+
+    free = model.generate(prompt, 9)
+    assert torch.equal(wb.generate(cached, prompt, 9), free)
+    for eos_id in free[:, 5].tolist():
+        want = model.generate(prompt, 9, eos_id=eos_id)
+        assert torch.equal(wb.generate(cached, prompt, 9, eos_id), want)
+
+
+@pytest.mark.parametrize("n_draft", [1, 4])
+def test_speculate_is_greedy_decoding(n_draft: int) -> None:
+    target, ids = tb.DecoderOnlyLM(17, 24, 2, 4, 2, 20), torch.randint(17, (1, 4))
+    lengths = set()
+    for weight in (0.0, 0.02, 1.0):  # drafts that agree always, sometimes, hardly ever
+        other = torch.randn(17, 17)
+
+        def draft(ids: Tensor, weight: float = weight, other: Tensor = other) -> Tensor:
+            return target(ids) + 30 * weight * other[ids]
+
+        done = ids
+        while done.shape[1] < 20:
+            new = wb.speculate(target, draft, done, n_draft)
+            lengths.add(new.shape[1])
+            done = torch.cat((done, new), dim=1)
+        want = target.generate(ids, done.shape[1] - 4)
+        assert torch.equal(done, want)
+    assert n_draft + 1 in lengths
+
+
+def test_counts() -> None:
+    for sizes in ((96, 8, 2, 256), (36, 6, 2, 20), (18, 3, 3, 13)):
+        block = wb.ModernBlock(*sizes)
+        assert wb.block_parameters(*sizes) == sum(p.numel() for p in block.parameters())
+    want = tb.kv_cache_bytes(5, 3, 7, 11, 13, 4)
+    assert wb.kv_cache_bytes(5, 3, 7, 11, 13, 4) == want
+    assert wb.kv_cache_bytes(80, 8, 128, 4096) == tb.kv_cache_bytes(80, 8, 128, 4096)
+
+
+# ── Short, and each by itself ────────────────────────────────────────────────────────────────
+
+
+def code_lines(text: str) -> int:
+    """Lines that are neither blank, nor comments, nor part of a docstring."""
+    documented = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(text.split("\n"), 1)
+    return sum(1 for i, x in lines if i not in documented and x.strip() and x.strip()[0] != "#")
+
+
+def test_budgets() -> None:
+    text = WHITEBOARD.read_text(encoding="utf-8")
+    assert len(text.split("\n")) <= 450
+    assert code_lines(practice.answer_source("ModernBlock")) <= 60
+    alone = {
+        n.name: ast.get_source_segment(text, n) for n in ast.parse(text).body if hasattr(n, "name")
+    }
+    for name, limit in (("SelfAttention", 25), ("LatentAttention", 40), ("MixtralFFN", 25)):
+        assert code_lines(alone[name]) <= limit, name
+
+
+def test_every_exercise_has_an_answer_that_runs_alone() -> None:
+    """One process runs all printed texts, each in a namespace of its own."""
+    texts = {name: practice.answer_source(name) for name in practice.EXERCISES}
+    program = f"""
+for name, text in {texts!r}.items():
+    space = {{}}
+    exec(text, space)
+    assert callable(space[name])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd="/")
+
+
+@pytest.mark.parametrize("name", practice.EXERCISES)
+def test_printed_answer_is_judged_right_and_imports_no_more_than_it_uses(name: str) -> None:
+    text = practice.answer_source(name)
+    (found,) = practice.judge(text, [name])
+    assert found.right, found.text()
+    imported = {
+        a.asname or a.name for n in ast.parse(text).body if hasattr(n, "names") for a in n.names
+    }
+    used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+    assert imported <= used
+
+
+def test_shape_comments_and_no_checks() -> None:
+    text = WHITEBOARD.read_text(encoding="utf-8")
+    assert not [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.Raise, ast.Assert))]
+    assert text.count("# (") > 40
