@@ -162,15 +162,15 @@ class KVCache:
         Raises ValueError for a shape that does not continue it or more than max_len positions,
         TypeError for another dtype or device.
         """
-        B, G, T, _ = require_tensor("k_new", k_new, "B", "G", "T", "width")
-        require_tensor("v_new", v_new, B, G, T, "width")
+        B, G, _, width = self._k.shape if self.next_pos else ("B", "G", "T", "width")
+        B, G, T, _ = require_tensor("k_new", k_new, B, G, "T", width)
+        width = self._v.shape[3] if self.next_pos else "width"
+        require_tensor("v_new", v_new, B, G, T, width)
         for name, new, stored in (("k_new", k_new, self._k), ("v_new", v_new, self._v)):
             like = stored if self.next_pos else k_new
-            if (new.dtype, new.device) != (like.dtype, like.device):
+            if new.dtype != like.dtype or new.device != like.device:
                 came, wanted = (f"{t.dtype} on {t.device}" for t in (new, like))
                 raise TypeError(f"{name} must be {wanted}, got {came}")
-            if self.next_pos:
-                require_tensor(name, new, *stored.shape[:2], T, stored.shape[3])
         end = self.next_pos + T
         if self.max_len is not None and end > self.max_len:
             raise ValueError(f"max_len={self.max_len} positions cannot hold {end}")
@@ -428,11 +428,10 @@ class MultiHeadAttention(nn.Module):
     @staticmethod
     def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
                    T: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Rows start … start + T of both rotation tables [max_len, r]."""
+        """Rows start … start + T of both rotation tables [max_len, r]; apply_rope looks at them."""
         if cos is None or sin is None:
             raise ValueError("cos and sin must be tables to rotate by, got None")
-        rows, r = require_tensor("cos", cos, "max_len", "r")
-        require_tensor("sin", sin, rows, r)
+        rows, _ = require_tensor("cos", cos, "max_len", "r")
         if start + T > rows:
             raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
         return cos[start : start + T], sin[start : start + T]  # (T, r)
@@ -904,7 +903,6 @@ class ModernDecoderBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
-        require_tensor("x", x, "B", "T", self.d_model)
         seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
         at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
         x = x + self.attn(self.norm1(x), **seen, **at)[0]
@@ -972,7 +970,6 @@ class BranchNormDecoderBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
-        require_tensor("x", x, "B", "T", self.d_model)
         seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
         at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
         x = x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen, **at)[0])
@@ -2825,7 +2822,7 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
     table = """
         attends(x[:, :2], cos=cos, sin=sin) -> ValueError; max_len=4; 5
         attends(x, cos=cos, sin=sin) -> ValueError; cos; 5; 6
-        attends(y, cos=cos, sin=sin[:, :2]) -> ValueError; sin; [5, 2]
+        attends(y, cos=cos, sin=sin[:, :2]) -> ValueError; sin; [1, 2]
         attends(y, cos=cos[:, :3], sin=sin[:, :3]) -> ValueError; cos; 3
         attends(y, cos=cos.repeat(1, 2), sin=sin.repeat(1, 2)) -> ValueError; cos; 8
         attends(y, cos=cos, sin=sin, mask=seen[None, :1]) -> ValueError; mask; [1, 1, 4]
