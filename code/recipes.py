@@ -18,7 +18,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -773,7 +773,7 @@ class Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@cache
+@lru_cache(maxsize=1)  # kept models would slow down the making of the next
 def built(name: str) -> nn.Module:
     """The model at its real size on the meta device: shapes without memory."""
     with torch.device("meta"), Unfilled():

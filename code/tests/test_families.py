@@ -932,7 +932,8 @@ ROWS = {
     "gpt-oss 20b": gpt_oss_row("gpt-oss 20b"),
     "gpt-oss 120b": gpt_oss_row("gpt-oss 120b"),
 }
-ROWS["Command-R 35B"].names["final_norm"] = "model.norm"  # ours has the logits' scale in it
+COMMAND_R = ROWS["Command-R 35B"]  # ours has the logits' scale in its final norm
+ROWS["Command-R 35B"] = COMMAND_R._replace(names=COMMAND_R.names | {"final_norm": "model.norm"})
 NO_CLASS = {  # rows of the table that transformers has no class for, and no one released
     "GPT-3 175B": "composed as GPT-2, which is compared; its sparse bands were not published",
     "PaLM 540B": "parallel, SwiGLU, LayerNorms without bias: as Command-R, which is compared",
