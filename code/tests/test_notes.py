@@ -233,3 +233,15 @@ def test_the_week_has_every_exercise_question_and_drill():
     assert len(days) == 7 and {f"§{n}" for n in range(9)} - {"§9"} <= set(
         re.findall(r"§\d+", " ".join(days))
     )
+
+
+def test_sentence_about_the_judge_has_the_sums_of_its_tables():
+    (planted, rejected, named), (given, accepted) = (
+        map(int, re.findall(r"\d+", row))
+        for row in re.findall(r"^\| \*\*all\*\* \|([ \d|]+)$", TEXT, re.M)
+    )
+    assert rejected == planted
+    assert (
+        f"A test plants {planted} faults in the answers: all are refused, and {named} named" in TEXT
+    )
+    assert f"Of {given} right answers in other styles {accepted} are accepted" in TEXT
