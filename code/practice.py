@@ -52,7 +52,7 @@ PATIENCE = 5  # times as many seconds by the clock, when the machine has other t
 LIKELY = 64  # assignments after which known mistakes are looked for, before others are tried
 ASSIGNMENTS = 300  # tried before their parameters count as read
 SEARCH = 2.0  # seconds of computing for them at the most
-DEEPER = 0.05  # what a unit more speaks for an assignment that is searched on
+DEEPER = 0.2  # what a unit more speaks for an assignment that is searched on
 NAMING = 0.6  # seconds of computing for trying pairs of mistakes
 
 
@@ -3993,10 +3993,11 @@ class Search:
             output = self.exercise.first(fault.subject.make(self.usual).module, self.usual)
         except Exception:  # two faults may not go together
             return None
-        own = self.answer.subject.template(self.usual)
-        if template.names != own.names or stacked is None:
+        if template.names != self.answer.subject.template(self.usual).names:
             alone = len(faults) == 1
             return other_parameters(self.exercise, self.theirs, fault) if alone else None
+        if stacked is None:
+            return None
         alike = [0]  # where nothing comes out, exceptions are compared, of the likeliest reading
         if output is not None and output.shape == self.wanted.shape:
             gaps = (stacked - output.flatten()).abs().amax(dim=1)
@@ -4033,9 +4034,9 @@ def other_parameters(
         reader.modules = theirs.modules
         with contextlib.suppress(Exception):
             module, template = reader.built(usual), like.template(usual)
-            count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+            count = sum(math.prod(unit.shape) for unit in split_pairs(units_of(module), module))
             output = exercise.first(like.make(usual).module, usual)
-            if template.size > count:
+            if template.size != count:
                 continue
             for layout, keys in itertools.islice(reader.assignments(usual), 40):
                 load(module, layout, template.values)
