@@ -769,6 +769,7 @@ class Reading:
         self.template, self.flags = template, flags
         self.turned = turned  # their square raw matrices are [in, out], as in x @ W
         self.before: dict[str, str] = {}  # what units are at another size
+        self.seconds = SEARCH
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.units = units_of(module)
         if not all(any(True for _ in self.fitting(unit)) for unit in self.units):
@@ -893,7 +894,7 @@ class Reading:
             least.insert(0, least[0] + choices[0].cost)
         count = itertools.count()
         heap = [(least[0], 0, next(count), 0, ())]
-        until = time.process_time() + SEARCH
+        until = time.process_time() + self.seconds
         while heap and (next(count) % 64 or time.process_time() < until):
             cost, depth, _, covered, chosen = heapq.heappop(heap)
             depth = -depth
@@ -980,6 +981,7 @@ class Theirs:
 
     def __init__(self, exercise: "Exercise", cls: type, like: Known):
         self.exercise, self.cls, self.like = exercise, cls, like
+        self.seconds = SEARCH
         self.modules: dict[tuple, nn.Module] = {}
         self.readings: dict[tuple, dict[tuple, Reading]] = {}
         self.layouts: dict[tuple, dict[str, Tensor]] = {}
@@ -1009,6 +1011,7 @@ class Theirs:
 
             reading = Reading(template, module, probed if flags else None, turned)
             reading.before = dict(self.keys[1]) if self.keys else {}
+            reading.seconds = self.seconds
             ways[turned, flags, self.keys] = reading
         return ways[turned, flags, self.keys]
 
@@ -3747,7 +3750,23 @@ def judge_one(name: str, namespace: dict[str, object], filename: str) -> Verdict
         return Verdict(name, False, "not judged", (*why[-6:], see(exercise)))
 
 
-def see(exercise: Exercise) -> str:
+def explained(exercise: Exercise, faults: Iterable[Fault]) -> Exercise:
+    """The exercise of the part in which the first fault stands, as attention in ModernBlock."""
+    source = answer_source(exercise.name)
+    for fault in faults:
+        before = source[: source.index(fault.old) + 1]
+        part = re.findall(r"^(?:def|class) (\w+)", before, re.M)
+        return EXERCISES.get(part[-1] if part else "", exercise)
+    return exercise
+
+
+def see(exercise: Exercise, mistake: str | None = None) -> str:
+    """Where to read: on the part that a mistake is one of, else on the exercise."""
+    if mistake is not None:
+        first, source = mistake.split(" AND ")[0], answer_source(exercise.name)
+        owners = [name for name, faults in FAULTS.items() if first in (f.says for f in faults)]
+        parts = [name for name in owners if re.search(rf"^(def|class) {name}\b", source, re.M)]
+        exercise = exercise if exercise.name in parts or not parts else EXERCISES[parts[0]]
     return f"see [{exercise.demo}] and {exercise.section} of the notes"
 
 
@@ -3833,7 +3852,7 @@ def judge_function(exercise: Exercise, function: Callable) -> Verdict:
                 break
             if time.process_time() > until:
                 break
-    return verdict(exercise, wrong, says(min(fitting)[2]) if fitting else None, theirs)
+    return verdict(exercise, wrong, min(fitting)[2] if fitting else (), theirs)
 
 
 def distance(one: Judgement, other: Judgement) -> float:
@@ -3864,10 +3883,14 @@ def right(exercise: Exercise, theirs: Judgement) -> Verdict:
 
 
 def verdict(
-    exercise: Exercise, wrong: list[tuple[int, Difference]], mistake: str | None, theirs: Judgement
+    exercise: Exercise,
+    wrong: list[tuple[int, Difference]],
+    faults: tuple[Fault, ...],
+    theirs: Judgement,
 ) -> Verdict:
     """At most eight lines: the mistake, the smallest case, the first difference, where to read."""
     i, found = wrong[0]
+    mistake = says(faults) or None
     case = exercise.cases[i]
     if found.where == "trouble":
         lines = [mistake or found.lines[0], f"case: {case.call}"]
@@ -3881,7 +3904,9 @@ def verdict(
     if mistake and len(lines[0]) > 200:
         lines[0:1] = textwrap.wrap(mistake, 110)
     head = f"wrong  ({len(wrong)} of {len(exercise.cases)} cases)"
-    return Verdict(exercise.name, False, head, (*lines[:7], see(exercise)), mistake)
+    return Verdict(
+        exercise.name, False, head, (*lines[:7], see(explained(exercise, faults))), mistake
+    )
 
 
 def judge_module(exercise: ModuleExercise, cls: Callable) -> Verdict:
@@ -3937,7 +3962,7 @@ class Search:
         if named is not None:
             faults, found = named
             wrong = list(self.answer.differences(found))
-            return verdict(self.exercise, wrong, says(faults), found), found.subject
+            return verdict(self.exercise, wrong, faults, found), found.subject
         if not self.tried:
             module, template = (
                 self.theirs.built(self.usual),
@@ -3946,7 +3971,7 @@ class Search:
             return unrecognised(self.exercise, module, template), None
         found = self.judgement(self.fitting[0] if self.fitting else 0)
         wrong = list(self.answer.differences(found))
-        return verdict(self.exercise, wrong, None, found), found.subject
+        return verdict(self.exercise, wrong, (), found), found.subject
 
     def attempt(self, assignment: tuple[dict, tuple]) -> Judgement | None:
         """The judgement, when all cases give what the answer gives."""
@@ -4031,7 +4056,7 @@ def other_parameters(
     answer = judged_known(exercise.name)
     for like in (fault.subject, Used(exercise, fault.subject.cls)):
         reader = Theirs(exercise, theirs.cls, like)
-        reader.modules = theirs.modules
+        reader.modules, reader.seconds = theirs.modules, 0.1
         with contextlib.suppress(Exception):
             module, template = reader.built(usual), like.template(usual)
             count = sum(math.prod(unit.shape) for unit in split_pairs(units_of(module), module))
