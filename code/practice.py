@@ -769,7 +769,6 @@ class Reading:
         self.template, self.flags = template, flags
         self.turned = turned  # their square raw matrices are [in, out], as in x @ W
         self.before: dict[str, str] = {}  # what units are at another size
-        self.seconds = SEARCH
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.units = units_of(module)
         if not all(any(True for _ in self.fitting(unit)) for unit in self.units):
@@ -882,8 +881,8 @@ class Reading:
             cost += 0.0 if piece.index in digits else 1.0
         return cost
 
-    def assignments(self) -> Iterator[tuple[dict[str, Tensor], tuple]]:
-        """Layouts of all their parameters, each place used once, in the order of their cost."""
+    def assignments(self, until: float) -> Iterator[tuple[dict[str, Tensor], tuple]]:
+        """Layouts of all their parameters, each place used once, about in the order of cost."""
         if not self.options or not all(self.options):
             return
         full = self.template.covers(torch.arange(self.template.size))
@@ -894,7 +893,6 @@ class Reading:
             least.insert(0, least[0] + choices[0].cost)
         count = itertools.count()
         heap = [(least[0], 0, next(count), 0, ())]
-        until = time.process_time() + self.seconds
         while heap and (next(count) % 64 or time.process_time() < until):
             cost, depth, _, covered, chosen = heapq.heappop(heap)
             depth = -depth
@@ -1011,7 +1009,6 @@ class Theirs:
 
             reading = Reading(template, module, probed if flags else None, turned)
             reading.before = dict(self.keys[1]) if self.keys else {}
-            reading.seconds = self.seconds
             ways[turned, flags, self.keys] = reading
         return ways[turned, flags, self.keys]
 
@@ -1023,7 +1020,8 @@ class Theirs:
         first, seen = self.reading(sizes), set()
         square = any(first.is_square(unit) for unit in first.units)
         ways = itertools.product((True, False) if square else (True,), (False, True))
-        streams = [self.reading(sizes, *way).assignments() for way in ways]
+        until = time.process_time() + self.seconds
+        streams = [self.reading(sizes, *way).assignments(until) for way in ways]
         for several in itertools.zip_longest(*streams):
             for one in several:
                 if one is not None and one[1] not in seen:
