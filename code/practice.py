@@ -881,7 +881,7 @@ class Reading:
             cost += 0.0 if piece.index in digits else 1.0
         return cost
 
-    def assignments(self, until: float) -> Iterator[tuple[dict[str, Tensor], tuple]]:
+    def assignments(self, until: float) -> Iterator[tuple[dict[str, Tensor], tuple] | None]:
         """Layouts of all their parameters, each place used once, about in the order of cost."""
         if not self.options or not all(self.options):
             return
@@ -893,7 +893,11 @@ class Reading:
             least.insert(0, least[0] + choices[0].cost)
         count = itertools.count()
         heap = [(least[0], 0, next(count), 0, ())]
-        while heap and (next(count) % 64 or time.process_time() < until):
+        for turn in itertools.count(1):
+            if not heap or (turn % 64 == 0 and time.process_time() > until):
+                return
+            if turn % 256 == 0:
+                yield None  # the other streams' turn
             cost, depth, _, covered, chosen = heapq.heappop(heap)
             depth = -depth
             if depth == len(options):
