@@ -881,8 +881,8 @@ class Reading:
             cost += 0.0 if piece.index in digits else 1.0
         return cost
 
-    def assignments(self) -> Iterator[tuple[dict[str, Tensor], tuple]]:
-        """Layouts of all their parameters, each place used once, in the order of their cost."""
+    def assignments(self, until: float) -> Iterator[tuple[dict[str, Tensor], tuple] | None]:
+        """Layouts of all their parameters, each place used once, about in the order of cost."""
         if not self.options or not all(self.options):
             return
         full = self.template.covers(torch.arange(self.template.size))
@@ -893,8 +893,11 @@ class Reading:
             least.insert(0, least[0] + choices[0].cost)
         count = itertools.count()
         heap = [(least[0], 0, next(count), 0, ())]
-        until = time.process_time() + SEARCH
-        while heap and (next(count) % 64 or time.process_time() < until):
+        for turn in itertools.count(1):
+            if not heap or (turn % 64 == 0 and time.process_time() > until):
+                return
+            if turn % 256 == 0:
+                yield None  # the other streams' turn
             cost, depth, _, covered, chosen = heapq.heappop(heap)
             depth = -depth
             if depth == len(options):
@@ -980,6 +983,7 @@ class Theirs:
 
     def __init__(self, exercise: "Exercise", cls: type, like: Known):
         self.exercise, self.cls, self.like = exercise, cls, like
+        self.seconds = SEARCH
         self.modules: dict[tuple, nn.Module] = {}
         self.readings: dict[tuple, dict[tuple, Reading]] = {}
         self.layouts: dict[tuple, dict[str, Tensor]] = {}
@@ -1020,7 +1024,8 @@ class Theirs:
         first, seen = self.reading(sizes), set()
         square = any(first.is_square(unit) for unit in first.units)
         ways = itertools.product((True, False) if square else (True,), (False, True))
-        streams = [self.reading(sizes, *way).assignments() for way in ways]
+        until = time.process_time() + self.seconds
+        streams = [self.reading(sizes, *way).assignments(until) for way in ways]
         for several in itertools.zip_longest(*streams):
             for one in several:
                 if one is not None and one[1] not in seen:
@@ -3747,7 +3752,23 @@ def judge_one(name: str, namespace: dict[str, object], filename: str) -> Verdict
         return Verdict(name, False, "not judged", (*why[-6:], see(exercise)))
 
 
-def see(exercise: Exercise) -> str:
+def explained(exercise: Exercise, faults: Iterable[Fault]) -> Exercise:
+    """The exercise of the part in which the first fault stands, as attention in ModernBlock."""
+    source = answer_source(exercise.name)
+    for fault in faults:
+        before = source[: source.index(fault.old) + 1]
+        part = re.findall(r"^(?:def|class) (\w+)", before, re.M)
+        return EXERCISES.get(part[-1] if part else "", exercise)
+    return exercise
+
+
+def see(exercise: Exercise, mistake: str | None = None) -> str:
+    """Where to read: on the part that a mistake is one of, else on the exercise."""
+    if mistake is not None:
+        first, source = mistake.split(" AND ")[0], answer_source(exercise.name)
+        owners = [name for name, faults in FAULTS.items() if first in (f.says for f in faults)]
+        parts = [name for name in owners if re.search(rf"^(def|class) {name}\b", source, re.M)]
+        exercise = exercise if exercise.name in parts or not parts else EXERCISES[parts[0]]
     return f"see [{exercise.demo}] and {exercise.section} of the notes"
 
 
@@ -3833,7 +3854,7 @@ def judge_function(exercise: Exercise, function: Callable) -> Verdict:
                 break
             if time.process_time() > until:
                 break
-    return verdict(exercise, wrong, says(min(fitting)[2]) if fitting else None, theirs)
+    return verdict(exercise, wrong, min(fitting)[2] if fitting else (), theirs)
 
 
 def distance(one: Judgement, other: Judgement) -> float:
@@ -3864,10 +3885,14 @@ def right(exercise: Exercise, theirs: Judgement) -> Verdict:
 
 
 def verdict(
-    exercise: Exercise, wrong: list[tuple[int, Difference]], mistake: str | None, theirs: Judgement
+    exercise: Exercise,
+    wrong: list[tuple[int, Difference]],
+    faults: tuple[Fault, ...],
+    theirs: Judgement,
 ) -> Verdict:
     """At most eight lines: the mistake, the smallest case, the first difference, where to read."""
     i, found = wrong[0]
+    mistake = says(faults) or None
     case = exercise.cases[i]
     if found.where == "trouble":
         lines = [mistake or found.lines[0], f"case: {case.call}"]
@@ -3881,7 +3906,9 @@ def verdict(
     if mistake and len(lines[0]) > 200:
         lines[0:1] = textwrap.wrap(mistake, 110)
     head = f"wrong  ({len(wrong)} of {len(exercise.cases)} cases)"
-    return Verdict(exercise.name, False, head, (*lines[:7], see(exercise)), mistake)
+    return Verdict(
+        exercise.name, False, head, (*lines[:7], see(explained(exercise, faults))), mistake
+    )
 
 
 def judge_module(exercise: ModuleExercise, cls: Callable) -> Verdict:
@@ -3937,7 +3964,7 @@ class Search:
         if named is not None:
             faults, found = named
             wrong = list(self.answer.differences(found))
-            return verdict(self.exercise, wrong, says(faults), found), found.subject
+            return verdict(self.exercise, wrong, faults, found), found.subject
         if not self.tried:
             module, template = (
                 self.theirs.built(self.usual),
@@ -3946,7 +3973,7 @@ class Search:
             return unrecognised(self.exercise, module, template), None
         found = self.judgement(self.fitting[0] if self.fitting else 0)
         wrong = list(self.answer.differences(found))
-        return verdict(self.exercise, wrong, None, found), found.subject
+        return verdict(self.exercise, wrong, (), found), found.subject
 
     def attempt(self, assignment: tuple[dict, tuple]) -> Judgement | None:
         """The judgement, when all cases give what the answer gives."""
@@ -4031,7 +4058,7 @@ def other_parameters(
     answer = judged_known(exercise.name)
     for like in (fault.subject, Used(exercise, fault.subject.cls)):
         reader = Theirs(exercise, theirs.cls, like)
-        reader.modules = theirs.modules
+        reader.modules, reader.seconds = theirs.modules, 0.1
         with contextlib.suppress(Exception):
             module, template = reader.built(usual), like.template(usual)
             count = sum(math.prod(unit.shape) for unit in split_pairs(units_of(module), module))

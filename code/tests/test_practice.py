@@ -141,6 +141,16 @@ def test_every_planted_fault_is_rejected_and_named_as_itself(name):
         assert re.search(r"^see \[D\d\d\] and §\d+(\.\d+)? of the notes$", text, re.M), text
 
 
+def test_a_mistake_in_a_part_points_to_the_part():
+    tiled = next(fault for fault in FAULTS["attention"] if "(tiled)" in fault.says)
+    for name in ("attention", "SelfAttention", "ModernBlock"):
+        (verdict,) = practice.judge(practice.planted(name, tiled), [name])
+        assert verdict.lines[-1] == "see [D05] and §5.2 of the notes"
+    own = FAULTS["ModernBlock"][0]
+    (verdict,) = practice.judge(practice.planted("ModernBlock", own), ["ModernBlock"])
+    assert verdict.lines[-1] == f"see [D08] and {EXERCISES['ModernBlock'].section} of the notes"
+
+
 def test_two_faults_at_once_are_both_named():
     for name, first, second in (
         ("attention", "the scores are not scaled", "query head i reads KV head i mod G"),
