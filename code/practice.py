@@ -49,11 +49,11 @@ NOTES = HERE.parent / "transformer_block_tutorial.md"
 CLOSE = 1e-5  # of the largest value: people's norms, softmax and tables run in float32 somewhere
 SECONDS = 8.0  # of computing, for their imports and for each exercise
 PATIENCE = 5  # times as many seconds by the clock, when the machine has other things to do
-SEARCH = 0.9  # seconds for trying which of their parameters is which
-NAMING = 0.9  # seconds for trying pairs of mistakes
+LIKELY = 64  # assignments after which known mistakes are looked for, before others are tried
+ASSIGNMENTS = 300  # tried before their parameters count as read
+SEARCH = 2.0  # seconds of computing for them at the most
 DEEPER = 0.05  # what a unit more speaks for an assignment that is searched on
-LIKELY = 64  # assignments after which known mistakes are looked for, before the others are tried
-ASSIGNMENTS = 600  # tried before their parameters count as read
+NAMING = 0.6  # seconds of computing for trying pairs of mistakes
 
 
 # =============================================================================================
@@ -148,9 +148,8 @@ class TimeUp(BaseException):
 
 
 class Raised(NamedTuple):
-    """An exception of theirs: its kind, and how Python shows it, cut to their file."""
+    """An exception of theirs: how Python shows it, cut to their file."""
 
-    kind: str
     lines: tuple[str, ...]
 
 
@@ -230,7 +229,7 @@ def gradients(result: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor | N
         raise Trouble("its result has no gradient: something detaches it, or no_grad is on")
     weighted = (result * drawn("loss", *result.shape).to(result.dtype)).sum()
     found = torch.autograd.grad(weighted, list(leaves.values()), allow_unused=True)
-    return {f"gradient of {name}": grad for name, grad in zip(leaves, found)}
+    return {f"the gradient of {name}": grad for name, grad in zip(leaves, found)}
 
 
 def function_case(
@@ -266,23 +265,19 @@ def outcome(case: Case, subject: object) -> dict[str, object]:
         return {"raised": raised(error)}
 
 
-def raised(error: BaseException, filename: str | None = None) -> Raised:
-    """The exception as Python shows it, frames of this file and of torch left out."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_theirs(f.filename)]
+THEIRS: set[str] = set()  # names of files that are being judged
+
+
+def raised(error: BaseException) -> Raised:
+    """The exception as Python shows it, cut to the last two frames in their file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in THEIRS]
     lines = [line for frame in traceback.format_list(frames[-2:]) for line in frame.splitlines()]
     lines = [line.strip("\n") for line in lines if set(line.strip()) - set("^~ ")]
     message = traceback.format_exception_only(type(error), error)
     if isinstance(error, SyntaxError):
-        return Raised(type(error).__name__, tuple("".join(message).rstrip().split("\n")[-4:]))
+        return Raised(tuple("".join(message).rstrip().split("\n")[-4:]))
     last = "".join(message).strip().split("\n")[0]
-    return Raised(type(error).__name__, (*lines, last[:300]))
-
-
-THEIRS: set[str] = set()  # names of files that are being judged
-
-
-def is_theirs(filename: str) -> bool:
-    return filename in THEIRS
+    return Raised((*lines, last[:300]))
 
 
 FORGET: list[Callable] = []  # cache_clear of what their file caches
@@ -399,10 +394,10 @@ def short(value: object) -> str:
 # Parameters: which of theirs is which of the answer's
 # =============================================================================================
 #
-# The answer's weights are cut into atoms: one matrix or vector each, all numbers of all atoms in
-# one flat vector. A layout says for a parameter which entries of that vector it holds: an int64
-# tensor of the parameter's shape. It is made by cutting and joining tensors of places as one would
-# cut and join the weights. Loading is indexing, and gradients come back the same way.
+# All numbers of an answer's weights lie in one flat vector. The layout of a parameter says which
+# entries of that vector it holds: an int64 tensor of its shape. Layouts are made by cutting and
+# joining tensors of places as one would cut and join the weights. So loading is indexing, gradients
+# come back the same way, and an assignment fits when every place is used once.
 
 # What a name may be called, by the last part of the answer's own name. Hints only: they order what
 # is tried.
@@ -759,6 +754,12 @@ def tokens(name: str) -> set[str]:
     return {word.lower() for word in (*words, *parts)}
 
 
+@functools.cache
+def numbers(name: str) -> set[int]:
+    """The numbers that stand alone in a name: 3 and 0 in experts.3.mlp_0."""
+    return {int(n) for n in re.findall(r"(?:^|[._])(\d+)(?=[._]|$)", name)}
+
+
 class Reading:
     """All assignments of a template's pieces to their units, likely ones first."""
 
@@ -780,6 +781,8 @@ class Reading:
                 continue
             if self.is_square(unit) and form == ("" if self.turned else "T"):
                 continue
+            if piece.index is not None and self.misnumbered(unit, piece.index):
+                continue
             layout = {unit.weight: piece.forms[form].reshape(unit.shape)}
             if unit.bias:
                 wanted = self.shapes[unit.bias]
@@ -787,6 +790,18 @@ class Reading:
                     continue
                 layout[unit.bias] = piece.bias.reshape(wanted)
             yield piece, form, layout
+
+    def misnumbered(self, unit: Unit, index: int) -> bool:
+        """Whether a unit says by its number that it is another head or expert.
+
+        Read otherwise, a wrong wiring of heads or experts would be a renaming. Numbers count where
+        all units of the shape have one and none goes past the heads or experts there are.
+        """
+        same = [numbers(other.weight) for other in self.units if other.shape == unit.shape]
+        pieces = self.template.pieces[squeezed(unit.shape)]
+        count = 1 + max(piece.index for piece, _ in pieces if piece.index is not None)
+        trusted = all(same) and max(map(max, same)) < count
+        return trusted and index not in numbers(unit.weight)
 
     def as_before(self, keys: dict[str, str]) -> dict[str, Tensor] | None:
         """The layout in which every unit is the piece that it is at another size, if it fits."""
@@ -3072,6 +3087,9 @@ KNOWN_MISTAKES = r"""
 -latent = torch.cat((cache[0], latent), dim=1)
 +latent = torch.cat((latent, cache[0]), dim=1)
 # SwitchFFN
+* the next expert is called: the router's rows and the experts differ by one
+-(chosen == e)
++(chosen == (e + 1) % len(self.experts))
 * the weight is renormalised to 1, so the router never learns; the probability stays on
 -weight[rows, None] * expert(tokens[rows])
 +expert(tokens[rows])
@@ -3150,6 +3168,9 @@ KNOWN_MISTAKES = r"""
 -F.silu(self.gate(x))
 +F.relu(self.gate(x))
 # MixtralFFN
+* the next expert is called: the router's rows and the experts differ by one
+-(chosen == e)
++(chosen == (e + 1) % len(self.experts))
 * the weights are not renormalised; over the chosen they sum to 1
 -        weights = weights / weights.sum(dim=-1, keepdim=True)
 -
@@ -3721,6 +3742,9 @@ def judge_one(name: str, namespace: dict[str, object], filename: str) -> Verdict
             see(exercise),
         )
         return Verdict(name, False, "wrong", why)
+    except Exception as error:  # nothing of theirs may end the verdicts on the rest
+        why = raised(error).lines
+        return Verdict(name, False, "not judged", (*why[-6:], see(exercise)))
 
 
 def see(exercise: Exercise) -> str:
@@ -4402,7 +4426,7 @@ def cards(notes: str) -> list[tuple[str, str, str]]:
     for row in re.findall(r"^\|(.*)\|\s*$", claims, re.M):
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)]
         if re.search(r"\bW\d+\b", cells[0]) and len(cells) > 1:
-            front = cells[:2] if len(cells[0]) < 20 and len(cells) > 2 else cells[:1]
+            front = cells[:2] if re.fullmatch(r"\W*W\d+\W*", cells[0]) else cells[:1]
             found.append((" ".join(front), "\n\n".join(cells[len(front) :]), "claim"))
     drill = re.compile(
         r"^(\*\*Drill \d+\.?\*\*.*?)<details>\s*<summary>.*?</summary>(.*?)</details>", re.S | re.M

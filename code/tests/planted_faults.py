@@ -919,8 +919,7 @@ GROUPS = {
     "Norm and FFN": NORM_AND_FFN,
     "Experts": EXPERTS,
     "Sinks": SINKS,
-    "Model": MODEL,
-    "Counting": COUNTING,
+    "Model and counting": [*MODEL, *COUNTING],
 }
 FAULTS = list(itertools.chain(*GROUPS.values()))
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -666,7 +666,10 @@ def test_list_and_single_proofs(capsys):
     assert capsys.readouterr().out.startswith("[A04]")
 
 
-@pytest.mark.parametrize("wrong", [["A9"], ["--show", "Nothing"], ["--show", "check_chunks"]])
+WRONG = [["A9"], ["--show", "Nothing"], ["--show", "check_chunks"], ["A01", "--list"]]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_calls_are_one_line(wrong, capsys):
     with pytest.raises(SystemExit) as stopped:
         after_2025.main(wrong)
@@ -748,6 +751,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("self.attn(x, **options)", "self.attn(x, **{**options, 'key_padding_mask': None})"),
         ("self.attn(x, **options)", "self.attn(x, **{**options, 'kv_cache': None})"),
         ("nn.Identity()", "attn.o_proj"),
+        ("self.gate_proj(x))", "self.gate_proj(x.detach()))"),
     ],
     "delta_rule_recurrent": [
         ("log_decay[:, :, t, None, None].exp() * state", "state"),
@@ -768,6 +772,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("(left * k).mT", "k.mT"),
         ("(between * (q @ k.mT)) @ u", "(between.tril(-1) * (q @ k.mT)) @ u"),
         ("unitriangular=True", "unitriangular=False"),
+        ("(left * k).mT @ u", "(left * k).mT @ u.detach()"),
     ],
     "CausalConvolution": [
         ("columns[:, lag : lag + T]", "columns[:, lag + 1 : lag + T + 1]"),
@@ -869,6 +874,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("post[..., None] * out[:, :, None]", "out[:, :, None]"),
         ("h = (pre[..., None] * streams).sum(dim=2)", "h = streams.mean(dim=2)"),
         ("2 * post.sigmoid()", "post.sigmoid()"),
+        ("= self.weights(streams)", "= self.weights(streams.detach())"),
         ("2 * post.sigmoid()", "2 * post.tanh()"),
         ("pre.sigmoid() + self.eps", "pre.sigmoid()"),
         ("pre.sigmoid() + self.eps", "pre.softmax(-1) + self.eps"),

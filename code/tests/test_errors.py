@@ -258,6 +258,32 @@ def model_call(method):
     )
 
 
+ROUTERS = (tb.SoftmaxRouter, tb.SigmoidRouter)
+ROUTER = {"d_model": D, "n_experts": 6, "top_k": 2, "n_groups": 3, "top_groups": 2}
+ROUTER_KINDS = dict.fromkeys(ROUTER, COUNT) | {
+    "scale": REAL,
+    "n_groups": [*COUNT, Wrong("no divisor", 4, ValueError, "n_groups=4")],
+    "top_groups": [*COUNT, Wrong("over n_groups", 4, ValueError, "4")],
+    "top_k": [*COUNT, Wrong("over the open experts", 5, ValueError, "5")],
+}
+
+
+def mixture_arguments():
+    """Valid arguments, and the wrong ones; no part draws when the mixture refuses."""
+    router = tb.SoftmaxRouter(D, 2, 1)
+    experts = [tb.GatedFFN(D, D_FF) for _ in range(2)]
+    wrong = {
+        "router": objects(TypeError, 3, "router", None),
+        "experts": [
+            *objects(TypeError, 3, ["a", "b"]),
+            Wrong("one of two", experts[:1], ValueError, "1"),
+            Wrong("none", [], ValueError, "0"),
+        ],
+        "shared": objects(TypeError, 3, "ffn"),
+    }
+    return {"router": router, "experts": experts}, wrong
+
+
 EOS_IDS = [
     *objects(ValueError, -1, V),
     *objects(TypeError, 1.5, "3", True, IDS[0]),
@@ -333,6 +359,12 @@ CALLS = {
         {"q": Q, "k": K, "v": VALUES, "keep": KEEP},
         {**ATTEND_KINDS, "logit_softcap": objects(ValueError, 5.0)},
     ),
+    "SinkAttention": plain(tb.SinkAttention, {"n_q_heads": H}, {"n_q_heads": COUNT}),
+    "SinkAttention.forward": layer_call(
+        lambda: tb.SinkAttention(4),
+        {"q": Q, "k": K, "v": VALUES, "keep": KEEP},
+        {**ATTEND_KINDS, "logit_softcap": REAL_OR_NONE},
+    ),
     "KVCache": plain(tb.KVCache, {}, {"max_len": COUNT_OR_NONE}),
     "RMSNorm": plain(tb.RMSNorm, {"d_model": D}, {"d_model": COUNT, "eps": REAL}),
     "RMSNorm.forward": layer_call(
@@ -401,8 +433,34 @@ CALLS = {
                 ]
             },
         )
-        for kind in (tb.DenseFFN, tb.GatedFFN, tb.MoEFFN)
+        for kind in (tb.DenseFFN, tb.GatedFFN, tb.MoEFFN, tb.ClampedGatedFFN)
     },
+    "ClampedGatedFFN": plain(
+        tb.ClampedGatedFFN,
+        {"d_model": D, "d_ff": D_FF},
+        {"d_model": COUNT, "d_ff": COUNT, "alpha": REAL, "limit": REAL},
+    ),
+    **{kind.__name__: plain(kind, ROUTER, ROUTER_KINDS) for kind in ROUTERS},
+    **{
+        f"{kind.__name__}.forward": layer_call(
+            lambda kind=kind: kind(**ROUTER),
+            {"tokens": draw(T, D)},
+            {"tokens": tensor(draw(T, D), free=(0,), same_dtype=True, optional=False)},
+        )
+        for kind in ROUTERS
+    },
+    "MixtureFFN": plain(tb.MixtureFFN, *mixture_arguments()),
+    "MixtureFFN.forward": layer_call(
+        lambda: tb.MixtureFFN(**mixture_arguments()[0]),
+        {"x": draw(D)},
+        {
+            "x": [
+                w
+                for w in tensor(draw(D), same_dtype=True, optional=False)
+                if w.label != "one axis more"
+            ]
+        },
+    ),
     **{
         kind.__name__: plain(kind, LAYER_SIZES, LAYER_KINDS)
         for kind in (
@@ -809,6 +867,16 @@ COMBINATIONS = {
         called(sharded(k_proj=3), X, cos=COS, sin=SIN, kv_cache=filled_cache()),
         ValueError,
         "3.*head_dim=2.*ranks.*n_kv_heads",
+    ),
+    "sinks of other heads": (
+        lambda: ((lambda: tb.SinkAttention(3)(Q, K, VALUES)), []),
+        ValueError,
+        "n_q_heads=3 .*4",
+    ),
+    "sinks of other heads, at construction": (
+        lambda: ((lambda: tb.MultiHeadAttention(D, H, G, attend=tb.SinkAttention(3))), []),
+        ValueError,
+        "n_q_heads=3 .*6",
     ),
     "caches of other lengths": (uneven_caches, ValueError, r"kv_caches .*\[1, 4\]"),
     "rope_dim wider than what the blocks turn": (

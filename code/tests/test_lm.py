@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformer_block as tb
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -288,7 +289,8 @@ def test_tied_is_no_second_matrix_and_stays_so(how):
     normed = []
     model.final_norm.register_forward_hook(lambda module, args, out: normed.append(out))
     logits = model(torch.arange(4)[None])
-    rows = [[row @ word for word in model.embedding.weight] for row in normed[0][0]]
+    words = model.embedding.weight.detach()
+    rows = [[row @ word for word in words] for row in normed[0][0].detach()]
     torch.testing.assert_close(logits[0], torch.tensor(rows, dtype=logits.dtype))
 
 
@@ -436,6 +438,26 @@ def test_top_p_counts_what_top_k_left():
     drawn = tb.pick_next_token(logits, 1.0, 3, 0.75).unique().tolist()
     assert drawn == [0, 1]
     assert tb.pick_next_token(logits, 1.0, None, 0.75).unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_top_p_of_1_keeps_every_token(dtype, monkeypatch):
+    """The running sum of 50,257 probabilities in float32 reaches 1 before the last of them."""
+    logits = torch.linspace(4, -12, 50257).to(dtype)[None]
+    drawn_from, multinomial = [], torch.multinomial
+
+    def watched(probs, *args, **options):
+        drawn_from.append(probs)
+        return multinomial(probs, *args, **options)
+
+    monkeypatch.setattr(torch, "multinomial", watched)
+    tokens = [
+        tb.pick_next_token(logits, 1.0, None, p, torch.Generator().manual_seed(3))
+        for p in (1.0, 1, None, 0.9)
+    ]
+    assert [int((probs > 0).sum()) for probs in drawn_from[:3]] == [50257] * 3
+    assert (drawn_from[3] > 0).sum() < 50257
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_draw_is_repeated_by_its_generator_and_rows_are_independent():
@@ -586,6 +608,24 @@ def test_eos_zero_ends_a_row():
     assert model.generate(torch.tensor([[1]]), 4, eos_id=0).tolist() == [[1, 4, 0]]
 
 
+@pytest.mark.parametrize("kind", [list, tuple, set, iter, torch.Size])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_ends_at_any_of_several_ids_and_is_filled_with_the_one_it_met(kind, temperature):
+    model = rigged([[7, 3, 4, 5, 6, 6], [8, 9, 2, 5, 7, 6], [1, 5, 3, 2, 6, 6]])
+    prompt = torch.tensor([[1, 2], [7, 2], [3, 7]])
+    out = model.generate(prompt, 6, eos_id=kind([7, 2]), temperature=temperature)
+    wanted = [[1, 2, 7, 7, 7, 7], [7, 2, 8, 9, 2, 2], [3, 7, 1, 5, 3, 2]]
+    assert out.tolist() == wanted
+    assert model.final_norm.step == 4
+
+
+@pytest.mark.parametrize("ends", [[], [5], [5, 5]])
+def test_no_and_one_end_in_a_list(ends):
+    model = rigged([[4, 5, 6, 7]])
+    wanted = [[1, 4, 5]] if ends else [[1, 4, 5, 6, 7]]
+    assert model.generate(torch.tensor([[1]]), 4, eos_id=ends).tolist() == wanted
+
+
 def test_rows_of_a_batch_with_eos_equal_rows_alone():
     model = make(seed=3)
     ids, keep = padded(PROMPTS)
@@ -629,6 +669,170 @@ def test_sampling_draws_from_the_last_position_with_all_options():
     for share, probability in zip(shares.tolist(), wanted):
         assert abs(share - probability) < 0.03
         assert probability > 0 or share == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_no_new_tokens_are_the_prompt_in_a_tensor_of_its_own(dtype):
+    model, ids = make(), torch.tensor([[1, 2, 3]]).to(dtype)
+    out = model.generate(ids, 0)
+    assert (out.tolist(), out.dtype) == ([[1, 2, 3]], torch.int64)
+    out[0, 0] = 9
+    assert ids[0, 0] == 1
+    assert list(model.stream(ids, 0)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"eos_id": [3, 7]}, {"temperature": 1.5, "top_k": 9}])
+def test_stream_gives_the_steps_of_generate(options):
+    model, (ids, keep) = make(), padded(PROMPTS)
+    outs = []
+    for call in (model.generate, lambda *a, **o: torch.cat((ids, *model.stream(*a, **o)), dim=1)):
+        generator = torch.Generator().manual_seed(0)
+        outs.append(call(ids, 7, key_padding_mask=keep, generator=generator, **options))
+    assert torch.equal(*outs)
+    steps = list(model.stream(ids, 3, key_padding_mask=keep))
+    assert all((step.shape, step.dtype) == ((4, 1), torch.int64) for step in steps)
+    assert len(steps) == 3
+
+
+def test_stream_works_a_step_at_a_time_and_refuses_before_the_first():
+    model, calls = make(), []
+    model.embedding.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.stream(torch.tensor([[1]]), -1)
+    steps = model.stream(torch.tensor([[1, 2]]), 5)
+    assert calls == []
+    for count in (1, 2):
+        next(steps)
+        assert len(calls) == count
+    steps.close()
+    assert len(calls) == 2
+
+
+def test_between_two_steps_gradients_and_training_flags_are_the_callers():
+    model = make()
+    before = mixed_modes(model)
+    for step in model.stream(torch.tensor([[1, 2]]), 3):
+        assert not step.requires_grad
+        assert torch.is_grad_enabled()
+        assert [module.training for module in model.modules()] == before
+        tb.next_token_loss(model(IDS), IDS).backward()
+
+
+def test_two_streams_of_one_model_go_on_side_by_side():
+    model, prompts = make(), [torch.tensor([[1, 2]]), torch.tensor([[5, 6, 7]])]
+    steps = zip(*(model.stream(ids, 6) for ids in prompts))
+    together = zip(*steps)
+    for ids, tokens in zip(prompts, together):
+        assert torch.equal(torch.cat((ids, *tokens), dim=1), model.generate(ids, 6))
+
+
+# =============================================================================================
+# The last position alone, packed documents, the loss of the answer
+# =============================================================================================
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}, {"logit_softcap": 2.0}])
+def test_last_only_gives_the_last_row_and_computes_no_other(options):
+    model, (ids, keep), rows = make(**options), padded(PROMPTS), []
+    wanted = model(ids, key_padding_mask=keep)[:, -1:]
+    for part in (model.final_norm, *([model.lm_head] if model.lm_head else [])):
+        part.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    got = model(ids, key_padding_mask=keep, last_only=True)
+    assert got.shape == (4, 1, V)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    model.generate(ids, 3, key_padding_mask=keep)
+    assert set(rows) == {1}
+    caches = model.new_caches()
+    model(ids[:, :2], kv_caches=caches, last_only=True)
+    torch.testing.assert_close(
+        model(ids[:, 2:], kv_caches=caches, last_only=True), model(ids)[:, -1:], rtol=0, atol=1e-12
+    )
+
+
+def test_last_only_makes_the_logits_of_one_row():
+    """The tied product has no module to hook: its size is counted."""
+    model = make()
+    with FlopCounterMode(display=False) as one:
+        model(IDS, last_only=True)
+    with FlopCounterMode(display=False) as all_rows:
+        model(IDS)
+    assert all_rows.get_total_flops() - one.get_total_flops() == 2 * 2 * D * V
+
+
+DOCUMENTS = [[1, 5, 2, 8], [9, 3], [4, 4, 17]]
+
+
+def pack(documents):
+    """One row of ids, and which of its positions belong to one document."""
+    ids = torch.tensor([[token for document in documents for token in document]])
+    number = torch.tensor([i for i, document in enumerate(documents) for _ in document])
+    return ids, number[:, None] == number
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("windows", [None, [2, None], [1, 3]])
+def test_packed_documents_are_documents_alone(kind, windows):
+    model = make(make_block=BLOCKS[kind], windows=windows, rope_dim=4)
+    ids, mask = pack(DOCUMENTS)
+    alone = torch.cat([model(torch.tensor([document])) for document in DOCUMENTS], dim=1)
+    # rotation sees differences alone, up to the float32 rounding of its tables
+    torch.testing.assert_close(model(ids, mask=mask), alone, rtol=0, atol=1e-5)
+    assert (model(ids) - alone).abs().max() > 1e-3
+    torch.testing.assert_close(model(ids, mask=mask[None]), alone, rtol=0, atol=1e-5)
+    caches, pieces = model.new_caches(), []
+    for start, end in ((0, 3), (3, 4), (4, 9)):
+        rows = mask[start:end, :end]
+        pieces.append(model(ids[:, start:end], mask=rows, kv_caches=caches))
+    torch.testing.assert_close(torch.cat(pieces, dim=1), alone, rtol=0, atol=1e-5)
+
+
+def test_each_row_has_its_own_documents_and_padding_comes_on_top():
+    model, rows = make(windows=[3, None]), [DOCUMENTS, [DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[1]]]
+    packed = [pack(documents) for documents in rows]
+    ids = torch.cat([row for row, _ in packed])
+    mask = torch.stack([mask for _, mask in packed])
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[1, 7:] = False  # the last document of the second row is padding
+    got = model(ids, mask=mask, key_padding_mask=keep)
+    for row, documents in enumerate(rows):
+        start = 0
+        for document in documents[: 3 - row]:
+            alone = model(torch.tensor([document]))[0]
+            end = start + len(document)
+            torch.testing.assert_close(got[row, start:end], alone, rtol=0, atol=1e-5)
+            start = end
+
+
+def test_a_mask_never_shows_what_comes_later():
+    model, ids = make(), torch.arange(6)[None]
+    torch.testing.assert_close(model(ids, mask=torch.ones(6, 6).bool()), model(ids))
+
+
+@pytest.mark.parametrize("padded_too", [False, True])
+def test_loss_of_the_answer_alone(padded_too):
+    torch.manual_seed(0)
+    logits, ids = torch.randn(3, 6, V), torch.randint(0, V, (3, 6))
+    predict, keep = torch.rand(3, 6) < 0.5, torch.ones(3, 6).bool()
+    if padded_too:
+        keep[0, :2] = keep[2, 4:] = False
+    losses = [
+        -logits[b, t].double().log_softmax(0)[ids[b, t + 1]]
+        for b in range(3)
+        for t in range(5)
+        if predict[b, t + 1] and keep[b, t] and keep[b, t + 1]
+    ]
+    got = tb.next_token_loss(logits, ids, keep if padded_too else None, predict=predict)
+    torch.testing.assert_close(got.double(), sum(losses) / len(losses), rtol=0, atol=1e-6)
+    assert 2 <= len(losses) < 15
+    nothing = tb.next_token_loss(logits, ids, predict=torch.zeros(3, 6).bool())
+    assert nothing == 0
+
+
+def test_prompt_tokens_get_no_gradient_from_the_loss_of_the_answer():
+    logits = torch.randn(1, 5, V, requires_grad=True)
+    predict = torch.tensor([[False, False, False, True, True]])
+    tb.next_token_loss(logits, torch.tensor([[1, 2, 3, 4, 5]]), predict=predict).backward()
+    assert (logits.grad[0].abs().sum(-1) > 0).tolist() == [False, False, True, True, False]
 
 
 # =============================================================================================

@@ -4,6 +4,8 @@ torch.nn.MultiheadAttention and the layers built on it mark what is left out wit
 mask goes in inverted. What padding rows hold differs between the two, so kept rows are compared.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -239,6 +241,113 @@ def test_attend_equals_scaled_dot_product_attention(path, groups, keep_shape, sc
         torch.autograd.grad((wanted * weighting).sum(), [q, k, v]),
     ):
         torch.testing.assert_close(ours, theirs, **close)
+
+
+def loop_attention(q, k, v, allowed, scale):
+    """One query at a time over the keys that allowed(b, t, s) leaves it; zeros where none are."""
+    (B, H, T, _), (G, S) = q.shape, k.shape[1:3]
+    out = torch.zeros(B, H, T, v.shape[-1], dtype=q.dtype)
+    rows = {}
+    for b, h, t in itertools.product(range(B), range(H), range(T)):
+        g, seen = h * G // H, [s for s in range(S) if allowed(b, t, s)]
+        if seen:
+            scores = torch.stack([scale * (q[b, h, t] @ k[b, g, s]) for s in seen])
+            rows[b, h, t] = scores.softmax(0) @ torch.stack([v[b, g, s] for s in seen])
+    for at, row in rows.items():
+        out = out.index_put(tuple(torch.tensor(i) for i in at), row)
+    return out
+
+
+CAUSAL_SIZES = {
+    "T = S": (4, 4),
+    "a chunk behind a cache": (2, 5),
+    "more queries than keys": (5, 2),
+    "one query": (1, 5),
+    "one query, one key": (1, 1),
+    "no keys": (3, 0),
+    "one query, no keys": (1, 0),
+    "no queries": (0, 3),
+}
+KEEPS = {
+    "none": lambda T, S: None,
+    "rows": lambda T, S: torch.rand(T, S) < 0.6,
+    "padding with a dead row": lambda T, S: (
+        (torch.rand(2, 1, 1, S) < 0.6) & ~torch.eye(2, S).bool().flip(0).view(2, 1, 1, S)
+    ),
+    "each row its own, one dead": lambda T, S: (
+        (torch.rand(2, 1, T, S) < 0.7) & (torch.arange(2) < 1).view(2, 1, 1, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("path", [tb.attend, tb.attend_fused, tb.SinkAttention(4).double()])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("sizes", CAUSAL_SIZES)
+def test_causal_paths_equal_a_loop_in_output_and_gradient(sizes, keep, groups, path):
+    """The last query stands beside the last key; queries before the first key get zeros."""
+    T, S = CAUSAL_SIZES[sizes]
+    q, k, v = draw(2, 4, T, 6), draw(2, groups, S, 6), draw(2, groups, S, 3)
+    keep = KEEPS[keep](T, S)
+    both = None if keep is None else keep.expand(2, 1, T, S)
+    sink = isinstance(path, nn.Module)
+    if sink:  # a key whose score is -1000 everywhere takes no part; a sink of 0 does
+        path.sinks.data.fill_(-1000.0)
+
+    def allowed(b, t, s):
+        return S - s > T - 1 - t and (both is None or bool(both[b, 0, t, s]))
+
+    out = path(q, k, v, keep, causal=True, scale=0.7)
+    wanted = loop_attention(q, k, v, allowed, 0.7)
+    torch.testing.assert_close(out, wanted, **close)
+    weighting = torch.randn_like(out)
+    options = {"allow_unused": True, "materialize_grads": True}
+    if out.requires_grad and wanted.requires_grad:
+        got = torch.autograd.grad((out * weighting).sum(), [q, k, v], **options)
+        want = torch.autograd.grad((wanted * weighting).sum(), [q, k, v], **options)
+        for ours, theirs in zip(got, want):
+            assert ours.isfinite().all()
+            torch.testing.assert_close(ours, theirs, **close)
+
+
+def test_the_fused_path_leaves_causality_to_the_kernel_where_nothing_else_is_masked(monkeypatch):
+    asked, kernel = [], F.scaled_dot_product_attention
+
+    def watched(q, k, v, attn_mask=None, **options):
+        asked.append((attn_mask is None, options["is_causal"]))
+        return kernel(q, k, v, attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    q, k = draw(2, 4, 5, 6), draw(2, 2, 5, 6)
+    tb.attend_fused(q, k, k, causal=True)
+    tb.attend_fused(q[:, :, -1:], k, k, causal=True)
+    tb.attend_fused(q, k, k)
+    tb.attend_fused(q, k, k, torch.ones(5, 5).bool(), causal=True)
+    tb.attend_fused(q[:, :, :3], k, k, causal=True)
+    assert asked == [(True, True), (True, False), (True, False), (False, False), (False, False)]
+
+
+@pytest.mark.parametrize("name", ["GPT2StyleDecoderLayer", "ModernDecoderBlock"])
+def test_blocks_ask_for_causality_and_make_no_mask(name):
+    """A mask that is given is the whole of what may be seen, later keys too."""
+    asked = []
+
+    def attend(q, k, v, keep, *, causal, scale, logit_softcap):
+        asked.append((keep, causal))
+        return tb.attend(q, k, v, keep, causal=causal)
+
+    sizes = (D, 6, D_FF) if name.startswith("GPT2") else (D, 6, 2, D_FF)
+    block = getattr(tb, name)(*sizes)
+    block.attn.attend = attend
+    tables = dict(zip(("cos", "sin"), tb.build_rope_cache(9, 2))) if block.attn.rope else {}
+    x, mask = torch.randn(B, T, D), torch.ones(T, T).bool()
+    block(x, **tables)
+    block(x, mask=mask, **tables)
+    block(x, kv_cache=tb.KVCache(), **tables)
+    assert asked[0] == (None, True)
+    assert torch.equal(asked[1][0], mask)
+    assert asked[1][1] is False
+    assert asked[2] == (None, True)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import gc
 import inspect
 import io
@@ -308,6 +309,7 @@ class Refuse:
         raise AssertionError(message)
 
 
+@functools.cache
 def shown(*names: str) -> str:
     return tb.main_source(Refuse, list(names))
 
@@ -385,8 +387,17 @@ def test_a_pasted_block_gives_what_the_script_gives(name):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_need_few_other_definitions(name):
-    assert len(definitions(shown(name))) - 1 <= 9
+def test_blocks_need_few_other_definitions_and_checks(name):
+    others = [other for other in definitions(shown(name)) if other != name]
+    checks = [other for other in others if other.startswith("require_")]
+    assert len(others) - len(checks) <= 6 and len(checks) <= 5
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_argument_checks_stand_behind_the_subject(name):
+    chosen = definitions(shown(name))
+    kinds = [other.startswith("require_") for other in chosen[: chosen.index(name) + 1]]
+    assert name.startswith(("require_", "check_", "reference_", "demo_", "main")) or not any(kinds)
 
 
 def test_no_assert_guards_anything():

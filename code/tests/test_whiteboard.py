@@ -212,6 +212,15 @@ def test_mixtral_ffn_against_one_token_at_a_time(top_k: int) -> None:
     assert close(ffn(x), want)
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_mixtral_ffn(top_k: int) -> None:
+    ffn, x = randomized(wb.MixtralFFN(6, 7, 5, top_k)), torch.randn(2, 4, 6)
+    experts = [tb.GatedFFN(6, 7) for _ in range(5)]
+    script = tb.MixtureFFN(tb.SoftmaxRouter(6, 5, top_k), experts)
+    script.load_state_dict(renamed(ffn, router="router.router"))
+    assert close(ffn(x), script(x))
+
+
 def test_mixtral_ffn_against_transformers() -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     config = mixtral.MixtralConfig(

@@ -1,4 +1,4 @@
-"""Right answers with rarer layouts: packed by head or by group, flat experts, keys cached unturned."""
+"""Right answers in rarer layouts: packed by head or group, flat experts, keys cached unturned."""
 
 import math
 from collections import namedtuple

@@ -1,5 +1,6 @@
-"""Right answers: one c_attn, a dataclass or a tensor as cache, torch's own layers where it has one."""
+"""Right answers: one c_attn, a dataclass or a tensor as cache, torch's layers where it has one."""
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -175,11 +176,11 @@ class GPT2Block(nn.Module):
         self.attn = CausalSelfAttention(d_model, n_heads)
         self.ln_2 = nn.LayerNorm(d_model)
         self.mlp = nn.ModuleDict(
-            dict(
-                c_fc=nn.Linear(d_model, d_ff),
-                c_proj=nn.Linear(d_ff, d_model),
-                act=nn.GELU(approximate="tanh"),
-            )
+            {
+                "c_fc": nn.Linear(d_model, d_ff),
+                "c_proj": nn.Linear(d_ff, d_model),
+                "act": nn.GELU(approximate="tanh"),
+            }
         )
 
     def forward(self, x):
@@ -331,8 +332,6 @@ class LoRALinear(nn.Module):
         return F.linear(x, self.linear.weight + self.delta(), self.linear.bias)
 
     def merged(self):
-        import copy
-
         new = copy.deepcopy(self.linear)
         with torch.no_grad():
             new.weight += self.delta()
@@ -340,7 +339,6 @@ class LoRALinear(nn.Module):
 
 
 def next_token_loss(logits, ids, mask=None):
-    B, T, V = logits.shape
     loss = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     if mask is not None:
         loss = loss[mask[:, :-1] & mask[:, 1:]]
