@@ -19,22 +19,29 @@ settings.register_profile("ci", max_examples=40, deadline=None, suppress_health_
 settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=SLOW)
 settings.load_profile("ci")
 
-# These files take longest, so they come first and the cores finish together.
+# A file stays on one core, where what its tests share is made once; the longest come first. The
+# tests of these share nothing: they are dealt out singly at the end, so that no core waits long.
 LONG = ("test_compile", "test_checkpoints", "test_script", "test_planted_faults")
+SINGLE = ("test_practice",)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n a file stays on one core: what its tests share is made once."""
+    """How the tests are shared out with -n."""
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415, there only with -n
 
+    class FilesThenTests(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if Path(file).stem in SINGLE else file
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return FilesThenTests(config, log)
 
 
 def pytest_collection_modifyitems(items):
-    order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+    order = {name: place - len(LONG) for place, name in enumerate(LONG)} | dict.fromkeys(SINGLE, 1)
+    items.sort(key=lambda item: order.get(item.path.stem, 0))
 
 
 def pytest_collection_finish():

@@ -770,7 +770,7 @@ def row(
     if isinstance(like, str):
         family = FAMILIES[like]
         config = {**family.config, **shared, **(config or {})}
-        return Family(family.model_type, config, ours, family.names, family.float32)
+        return Family(family.model_type, config, ours, dict(family.names), family.float32)
     return Family(like[0], shared | (config or {}), ours, like[1], float32)
 
 
