@@ -995,9 +995,19 @@ def cells(name: str) -> dict[str, str]:
         "Active": billions(total - idle_parameters(model)),
         "KiB a token": f"{2 * cached / 1024:,.1f}".removesuffix(".0"),
     }
-    return shown | recipe.stated
+    shown |= recipe.stated
+    heads = shown["Heads q / kv"].replace(" ", "")
+    return shown | {"q/kv": heads, "Ratio": shown["d_ff / d_model"]}
 
 
+FRONT = {  # the table in front: these columns of these models
+    **dict.fromkeys(("Topology", "Norm", "Position"), ":--"),
+    **{"q/kv": "--:", "FFN": ":--", "Ratio": "--:", "Extras": ":--"},
+}
+FRONT_MODELS = [
+    *("GPT-2 XL", "GPT-NeoX 20B", "PaLM 540B", "Command-R 35B", "Llama-2 70B", "Llama-3 8B"),
+    *("Mixtral 8x7B", "Qwen3 8B", "Gemma-3 27B", "OLMo-2 7B", "DeepSeek-V3", "gpt-oss 120b"),
+]
 TABLES = {  # title: column: alignment, as the notes have them
     "norms and biases": {"Topology": "---", "Norm": "---", "eps": "--:", "Biases": "---"},
     "positions and windows": dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
@@ -1009,7 +1019,8 @@ TABLES = {  # title: column: alignment, as the notes have them
 
 def markdown_table(columns: dict[str, str], names: list[str] | None = None) -> str:
     """A table of the notes: these columns of these models, of all by default."""
-    rows = [["Model", *columns], ["---", *columns.values()]]
+    first = ":--" if ":--" in columns.values() else "---"
+    rows = [["Model", *columns], [first, *columns.values()]]
     rows += [[name, *(cells(name)[column] for column in columns)] for name in names or RECIPES]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines[1] = lines[1].replace(" ", "")
@@ -1156,8 +1167,8 @@ def main(argv: list[str] | None = None) -> int:
     if wanted and wanted.casefold() not in known:
         parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
     if options.markdown:
-        tables = (f"#### Recipe: {t}\n\n{markdown_table(c)}" for t, c in TABLES.items())
-        text = "\n\n".join(tables)
+        tables = [f"Recipe: {title}\n\n{markdown_table(c)}" for title, c in TABLES.items()]
+        text = "\n\n".join([markdown_table(FRONT, FRONT_MODELS), *tables])
     else:
         text = details(known[wanted.casefold()]) if wanted else overview()
     try:
