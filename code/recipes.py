@@ -20,12 +20,13 @@ import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
 
+import transformer_block as tb  # isort: skip (first: without torch it says how to install it)
 import torch
 import torch.nn.functional as F
-import transformer_block as tb
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+Tables = tuple[Tensor, Tensor]
 tanh_gelu = partial(F.gelu, approximate="tanh")
 
 
@@ -140,7 +141,7 @@ def own_tables(attn: nn.Module, cos: Tensor, sin: Tensor) -> nn.Module:
     return attn
 
 
-def rope_tables(frequencies: Tensor, max_len: int, gain: float = 1.0) -> tuple[Tensor, Tensor]:
+def rope_tables(frequencies: Tensor, max_len: int, gain: float = 1.0) -> Tables:
     """(cos, sin), [max_len, r] float32, of r/2 frequencies in radians a position."""
     angles = torch.outer(torch.arange(max_len, device="cpu"), frequencies).repeat(1, 2)
     return (gain * angles.cos()).float(), (gain * angles.sin()).float()
@@ -151,13 +152,13 @@ def rope_frequencies(width: int, base: float) -> Tensor:
     return base**-exponents
 
 
-def linear_tables(max_len: int, width: int, base: float, *, factor: float = 1.0):
+def linear_tables(max_len: int, width: int, base: float, *, factor: float = 1.0) -> Tables:
     """Positions divided by factor (position interpolation)."""
     return rope_tables(rope_frequencies(width, base) / factor, max_len)
 
 
 def llama3_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 8192,
-                  low: float = 1.0, high: float = 4.0):  # fmt: skip
+                  low: float = 1.0, high: float = 4.0) -> Tables:  # fmt: skip
     """Llama-3.1: channels that turn less than low times in old_len are slowed by factor, those
     that turn more than high times are not, between them linearly in the number of turns."""
     frequencies = rope_frequencies(width, base)
@@ -167,7 +168,7 @@ def llama3_tables(max_len: int, width: int, base: float, *, factor: float, old_l
 
 def yarn_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 4096,
                 fast: float = 32.0, slow: float = 1.0, rounded: bool = True,
-                gain: float = 1.0):  # fmt: skip
+                gain: float = 1.0) -> Tables:  # fmt: skip
     """YaRN (arXiv:2309.00071 §3) as released: linear in the pair's index between those that turn
     fast and slow times in old_len, their indices rounded outwards or not; tables times gain."""
 
@@ -994,9 +995,19 @@ def cells(name: str) -> dict[str, str]:
         "Active": billions(total - idle_parameters(model)),
         "KiB a token": f"{2 * cached / 1024:,.1f}".removesuffix(".0"),
     }
-    return shown | recipe.stated
+    shown |= recipe.stated
+    heads = shown["Heads q / kv"].replace(" ", "")
+    return shown | {"q/kv": heads, "Ratio": shown["d_ff / d_model"]}
 
 
+FRONT = {  # the table in front: these columns of these models
+    **dict.fromkeys(("Topology", "Norm", "Position"), ":--"),
+    **{"q/kv": "--:", "FFN": ":--", "Ratio": "--:", "Extras": ":--"},
+}
+FRONT_MODELS = [
+    *("GPT-2 XL", "GPT-NeoX 20B", "PaLM 540B", "Command-R 35B", "Llama-2 70B", "Llama-3 8B"),
+    *("Mixtral 8x7B", "Qwen3 8B", "Gemma-3 27B", "OLMo-2 7B", "DeepSeek-V3", "gpt-oss 120b"),
+]
 TABLES = {  # title: column: alignment, as the notes have them
     "norms and biases": {"Topology": "---", "Norm": "---", "eps": "--:", "Biases": "---"},
     "positions and windows": dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
@@ -1008,7 +1019,8 @@ TABLES = {  # title: column: alignment, as the notes have them
 
 def markdown_table(columns: dict[str, str], names: list[str] | None = None) -> str:
     """A table of the notes: these columns of these models, of all by default."""
-    rows = [["Model", *columns], ["---", *columns.values()]]
+    first = ":--" if ":--" in columns.values() else "---"
+    rows = [["Model", *columns], [first, *columns.values()]]
     rows += [[name, *(cells(name)[column] for column in columns)] for name in names or RECIPES]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines[1] = lines[1].replace(" ", "")
@@ -1155,8 +1167,8 @@ def main(argv: list[str] | None = None) -> int:
     if wanted and wanted.casefold() not in known:
         parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
     if options.markdown:
-        tables = (f"#### Recipe: {t}\n\n{markdown_table(c)}" for t, c in TABLES.items())
-        text = "\n\n".join(tables)
+        tables = [f"Recipe: {title}\n\n{markdown_table(c)}" for title, c in TABLES.items()]
+        text = "\n\n".join([markdown_table(FRONT, FRONT_MODELS), *tables])
     else:
         text = details(known[wanted.casefold()]) if wanted else overview()
     try:

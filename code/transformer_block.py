@@ -771,16 +771,16 @@ class MixtureFFN(nn.Module):
         require_tensor("x", x, ..., width, layer=layer)
         tokens = x.reshape(-1, x.shape[-1])  # (N, d)
         weights, chosen = self.router(tokens)  # (N, k)
-        N, k = chosen.shape
         order = chosen.flatten().argsort()  # the choices of the first expert, of the second, …
         sizes = count_choices(chosen, len(self.experts)).tolist()  # the one wait for the device
-        weight = weights.flatten()[order, None]  # (N*k, 1)
-        rows = tokens.index_select(0, order // k)  # (N*k, d)
-        pieces = (weight * rows if self.weigh_input else rows).split(sizes)
-        out = torch.cat([ffn(piece) for ffn, piece in zip(self.experts, pieces)])  # (N*k, d)
-        out = out if self.weigh_input else weight * out
-        out = torch.empty_like(out).index_copy(0, order, out).unflatten(0, (N, k)).sum(dim=1)
-        out = out.to(x.dtype).view_as(x)
+        rows = (order // chosen.shape[1]).split(sizes)  # of each expert's tokens
+        shares = weights.flatten()[order, None].split(sizes)
+        out = torch.zeros_like(tokens)
+        for ffn, row, share in zip(self.experts, rows, shares):
+            given = tokens.index_select(0, row)
+            given = ffn(share * given) if self.weigh_input else share * ffn(given)
+            out.index_add_(0, row, given.to(x.dtype))
+        out = out.view_as(x)
         return out if self.shared is None else out + self.shared(x)
 
 

@@ -608,6 +608,29 @@ def moe(rounds: int) -> Iterator[Row]:
 
 
 @torch.no_grad()
+def mixture(rounds: int) -> Iterator[Row]:
+    """Eight experts a token; the reference gets the tokens of each, gathered beforehand."""
+    n_tokens, width, n_experts, top_k = 4096, 256, 64, 8
+    x = torch.randn(1, n_tokens, width)
+    router = tb.SoftmaxRouter(width, n_experts, top_k)
+    ffn = tb.MixtureFFN(router, (tb.GatedFFN(width, 2 * width) for _ in range(n_experts)))
+    weights, chosen = router(x[0])
+    given = [x[0, (chosen == index).any(dim=1)] for index in range(n_experts)]
+    out = torch.zeros_like(x[0])
+    for index, (one, tokens) in enumerate(zip(ffn.experts, given)):
+        out[(chosen == index).any(dim=1)] += weights[chosen == index][:, None] * one(tokens)
+    require_same(ffn(x)[0], out)
+
+    def alone() -> None:
+        for one, tokens in zip(ffn.experts, given):
+            one(tokens)
+
+    seconds = take_turns({"ours": partial(ffn, x), "alone": alone}, 2 * rounds)
+    what = f"{n_tokens:,} tokens, {top_k} of {n_experts} experts; the same products of the experts"
+    yield Row("mixture", what, seconds["ours"], seconds["alone"], "s", 1.25)
+
+
+@torch.no_grad()
 def mla(rounds: int) -> Iterator[Row]:
     """Latent attention in DeepSeek's proportions: a latent of 4 heads, half a head turned."""
     length, kv_rank, rope_dim = 4096, 4 * D_H, D_H // 2
@@ -727,6 +750,7 @@ MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "memory": score_memory,
     "cache": cache,
     "moe": moe,
+    "mixture": mixture,
     "mla": mla,
     "after": after,
     "start": start,
