@@ -16,6 +16,7 @@ channel i + r/2 (half-split); the other layout pairs 2i with 2i + 1.
 import argparse
 import ast
 import atexit
+import contextlib
 import copy
 import difflib
 import functools
@@ -1484,19 +1485,12 @@ CHECK_DEFAULTS = """
 """
 
 
-def check_seeded(seed: int) -> Callable:
+@contextlib.contextmanager
+def check_seeded(seed: int) -> Iterator[None]:
     """Decorator of a demo: it draws from the CPU generator with this seed and puts it back."""
-
-    def decorate(demo: Callable) -> Callable:
-        @functools.wraps(demo)
-        def run(device: str = "cpu") -> tuple[bool, str]:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                torch.default_generator.manual_seed(seed)
-                return demo(device)
-
-        return run
-
-    return decorate
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def check_claims(text: str, **claims: object) -> tuple[bool, str]:
@@ -2199,25 +2193,14 @@ def check_sampling(device: str) -> dict[str, bool]:
 def demo_D05(device: str = "cpu") -> tuple[bool, str]:
     """G = H is MHA; G < H and G = 1 equal a reference that copies K and V out to all heads."""
     x = torch.randn(2, 5, 96).to(device)
-    keep = reference_causal(5).to(device)
-
-    def copied(attn: MultiHeadAttention, n_kv_heads: int) -> Tensor:
-        """Attention with K and V copied out: query heads [0 1 2 3 | 4 5 6 7] for two KV heads."""
-        q, k, v = attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
-        q = q.view(2, 5, 8, 12).transpose(1, 2)
-        k, v = (t.view(2, 5, n_kv_heads, 12).transpose(1, 2) for t in (k, v))
-        k, v = (t.repeat_interleave(8 // n_kv_heads, dim=1) for t in (k, v))
-        scores = (q @ k.transpose(2, 3) / math.sqrt(12)).masked_fill(~keep, -math.inf)
-        return (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(2, 5, 96)
-
-    gaps, cache = [], KVCache()
+    gaps, keep, cache = [], reference_causal(5).to(device), KVCache()
     for n_kv_heads in (8, 2, 1):
         attn = MultiHeadAttention(96, 8, n_kv_heads).to(device)
         out, _ = attn(x, mask=keep, kv_cache=cache if n_kv_heads == 1 else None)
-        heads = copied(attn, n_kv_heads)
-        gaps.append(check_gap(out, attn.o_proj(heads)))
-    by_head = heads.view(2, 5, 8, 12).unbind(2)
-    distinct = all(check_gap(a, b) > 1e-3 for a, b in itertools.combinations(by_head, 2))
+        q, k, v = (reference_heads(x, part, 12) for part in (attn.q_proj, attn.k_proj, attn.v_proj))
+        heads = reference_attention(q, k, v, keep)  # query heads [0 1 2 3 | 4 … 7] for two KV heads
+        gaps.append(check_gap(out, reference_output(heads, attn.o_proj)))
+    distinct = all(check_gap(a, b) > 1e-3 for a, b in itertools.combinations(heads.unbind(1), 2))
     return check_claims(
         f"GQA(n_kv=n_q) == independent reference MHA: max|Δ|={gaps[0]:.2e}; GQA(n_kv=2, group=4) "
         f"== independent repeat_interleave reference: max|Δ|={gaps[1]:.2e}; MQA == same reference "
@@ -2667,28 +2650,21 @@ def check_refusals(_device: str) -> dict[str, bool]:
 def demo_D11(device: str = "cpu") -> tuple[bool, str]:
     """The cache refuses what does not continue it, and survives the refusal unchanged."""
     attn, cache = MultiHeadAttention(96, 8, 2, rope=True).to(device), KVCache()
-    x = torch.randn(2, 6, 96).to(device)
+    x, k = torch.randn(2, 6, 96).to(device), torch.randn(2, 2, 1, 12).to(device)
     cos, sin = build_rope_cache(6, 12, device=device)
-
-    def step(at: int, start_pos: int | None) -> Tensor:
-        return attn(x[:, at : at + 1], cos=cos, sin=sin, kv_cache=cache, start_pos=start_pos)[0]
-
+    step = functools.partial(attn, x[:, 4:5], cos=cos, sin=sin, kv_cache=cache)
     attn(x[:, :4], cos=cos, sin=sin, kv_cache=cache)
     stored = cache.k.clone()
-    inconsistent = check_raises(ValueError, lambda: step(4, 3), "start_pos", "next_pos=4", 3)
+    inconsistent = check_raises(ValueError, lambda: step(start_pos=3), "start_pos", "next_pos=4", 3)
     survived = cache.next_pos == 4 and torch.equal(cache.k, stored)
-    step(4, 4)
+    step(start_pos=4)
     consistent = cache.next_pos == 5 and torch.equal(cache.k[:, :, :4], stored)
-    k = torch.randn(2, 2, 1, 12).to(device)
-    mismatched = all(
-        check_raises(ValueError, lambda: cache.append(*pair), name)
-        for name, pair in (
-            ("k_new", (k[:1], k[:1])),
-            ("v_new", (k, k[..., :6])),
-            ("v_new", (k, k[:1])),
-        )
-    )
-    kept = cache.next_pos == 5
+    table = """
+        cache.append(k[:1], k[:1]) -> ValueError; k_new
+        cache.append(k, k[..., :6]) -> ValueError; v_new
+        cache.append(k, k[:1]) -> ValueError; v_new
+    """
+    mismatched = all(check_table(table, locals(), lambda: cache.next_pos == 5).values())
     cache.reset()
     cleared = (cache.k, cache.v, cache.next_pos) == (None, None, 0)
     return check_claims(
@@ -2696,7 +2672,6 @@ def demo_D11(device: str = "cpu") -> tuple[bool, str]:
         f"start_pos does not raise: {consistent}; cache.reset() clears state: {cleared}; append() "
         f"with mismatched batch/shape raises ValueError: {mismatched}",
         survived=survived,
-        kept=kept,
         **check_more(device, check_cache_refusals, check_generate_refusals),
     )
 
@@ -2714,28 +2689,19 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
         stored = torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
         return cache.next_pos == 3 and stored
 
-    def step(x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None,
-             key_padding_mask: Tensor | None = None, kv_cache: KVCache | None = None,
-             start_pos: int | None = None) -> None:  # fmt: skip
-        """A step whose token is taken back when it is accepted."""
-        given = {"mask": mask, "key_padding_mask": key_padding_mask, "cos": cos, "sin": sin}
-        attn(x, kv_cache=kv_cache, start_pos=start_pos, **given)
-        cache.truncate(3)
-
-    def append(k_new: Tensor, v_new: Tensor) -> None:
-        cache.append(k_new, v_new)
-        cache.truncate(3)
-
     seen = torch.ones(2, 4, dtype=torch.bool, device=device)
     good = {"mask": seen[:1], "key_padding_mask": seen, "cos": cos, "sin": sin}
     good |= {"kv_cache": cache, "start_pos": 3}
-    claims = check_refuses(
-        step, "mask2 cos0 cos1 sin0 sin1 coshalf sinhalf", unchanged, x=y, **good
-    )
-    claims |= check_refuses(append, "k_new2 v_new2", unchanged, k_new=k, v_new=k)
+    free = "mask2 cos0 cos1 sin0 sin1 coshalf sinhalf"
+    claims = check_refuses(attn, free, unchanged, x=y, **good)
+    cache.truncate(3)  # what is good was accepted
+    claims |= check_refuses(cache.append, "k_new2 v_new2", unchanged, k_new=k, v_new=k)
+    cache.truncate(3)
     claims |= check_refuses(cache.truncate, "length0", unchanged, length=3)
     block, attends = ModernDecoderBlock(16, attn=attn), functools.partial(attn, kv_cache=cache)
     table = """
+        attends(y, cos=cos) -> ValueError; cos and sin; None
+        attends(y, sin=sin) -> ValueError; cos and sin; None
         attends(x[:, :2], cos=cos, sin=sin) -> ValueError; max_len=4; 5
         attends(x, cos=cos, sin=sin) -> ValueError; cos; 5; 6
         attends(y, cos=cos, sin=sin[:, :2]) -> ValueError; sin; [5, 2]
@@ -2776,25 +2742,19 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
     def same() -> bool:
         return all(torch.equal(cache.k, k) for cache, k in zip(caches, before))
 
-    def forward(
-        ids: Tensor, key_padding_mask: Tensor | None = None, mask: Tensor | None = None
-    ) -> None:
-        lm(ids, kv_caches=caches, key_padding_mask=key_padding_mask, mask=mask)
-        for cache in caches:
-            cache.truncate(3)
-
     both = torch.cat((seen, seen), 1)
     good = {"ids": ids, "key_padding_mask": both, "mask": both[:1].expand(3, -1)}
-    claims = check_refuses(forward, "mask2", same, **good)
+    claims = check_refuses(functools.partial(lm, kv_caches=caches), "mask2", same, **good)
+    for cache in caches:
+        cache.truncate(3)  # what is good was accepted
     draws = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 2, "top_p": 0.5, "eos_id": 6}
     sample = functools.partial(lm.generate, generator=torch.Generator(device))
-    free = "ids1 max_new_tokens0 temperature0 eos_id0"
+    free = "ids1 max_new_tokens0 temperature0 eos_id0 logits0 logits1 logits2 logitshalf"
     claims |= check_refuses(sample, free, same, ids=ids, key_padding_mask=seen, **draws)
     sampling = {name: draws[name] for name in ("temperature", "top_k", "top_p")}
-    free = "logits0 logits1 logitshalf temperature0"
     claims |= check_refuses(pick_next_token, free, logits=logits[0], **sampling)
-    answer = {"key_padding_mask": seen, "predict": seen}
-    claims |= check_refuses(next_token_loss, "logits2 logitshalf", logits=logits, ids=ids, **answer)
+    answer = {"ids": ids, "key_padding_mask": seen, "predict": seen}
+    claims |= check_refuses(next_token_loss, "logits2 logitshalf", logits=logits, **answer)
     table = """
         lm(long[:, :4], kv_caches=caches) -> ValueError; ids; 7; max_len=6
         lm(ids, kv_caches=caches[:1]) -> ValueError; kv_caches; 2; 1
@@ -2820,23 +2780,23 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
     """
     claims |= check_table(table, locals(), same)
     lm.train()
+    table = """
+        lm.generate(ids, 1) -> {error}
+        lm(ids, kv_caches=caches) -> {error}
+    """
     for broken in ("final_norm", "lm_head", "blocks"):  # each fails behind an append
-        kept = getattr(lm, broken)
-        part = nn.ModuleList([kept[0], nn.Linear(8, 8)]) if broken == "blocks" else nn.Linear(8, 8)
-        setattr(lm, broken, part.to(device))
-        error = TypeError if broken == "blocks" else RuntimeError
-        for run in (lambda: lm.generate(ids, 1), lambda: lm(ids, kv_caches=caches)):
-            with torch.set_grad_enabled(broken != "blocks"):
-                claims[f"{broken} fails"] = claims.get(f"{broken} fails", True) and (
-                    check_raises(error, run) and same() and all(m.training for m in lm.modules())
-                )
+        kept, odd = getattr(lm, broken), nn.Linear(8, 8).to(device)
+        setattr(lm, broken, nn.ModuleList([kept[0], odd]) if broken == "blocks" else odd)
+        error = "TypeError" if broken == "blocks" else "RuntimeError"
+        with torch.set_grad_enabled(broken != "blocks"):
+            failed = check_table(table.format(error=error), locals(), same)
+        claims[f"{broken} fails"] = all(failed.values()) and all(m.training for m in lm.modules())
         setattr(lm, broken, kept)
     lm.blocks.append(nn.Identity())
     claims["a block more"] = check_raises(ValueError, lambda: lm(ids), "windows", 3)
     wide = next_token_loss(torch.zeros(2, 2, 300, device=device), ids[:, :2].byte() + 250)
-    return claims | {
-        "uint8 ids under 300 tokens": abs(wide.item() - math.log(300)) < 1e-5,
-    }
+    claims["uint8 ids under 300 tokens"] = abs(wide.item() - math.log(300)) < 1e-5
+    return claims
 
 
 @check_seeded(12)
