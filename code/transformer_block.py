@@ -2089,6 +2089,8 @@ def check_buffer(device: str) -> dict[str, bool]:
         claims["max_len"] = holds(grown, 1) and holds(fixed, 2, 7, room=7)
         place = fixed.k.data_ptr()
         fixed.reset()
+        twin = copy.copy(fixed)
+        claims["copies of no positions"] = (twin._k, twin._v) == (None, None)
         claims["max_len once"] = holds(fixed, 1) and fixed.k.data_ptr() == place
         fixed.truncate(0)
         fixed.append(k_all[:1, :, :7], v_all[:1, :, :7])
@@ -2702,6 +2704,7 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
     table = """
         attends(y, cos=cos) -> ValueError; cos and sin; None
         attends(y, sin=sin) -> ValueError; cos and sin; None
+        attn(y, cos=cos, sin=sin, start_pos=-1) -> ValueError; start_pos; above -1
         attends(x[:, :2], cos=cos, sin=sin) -> ValueError; max_len=4; 5
         attends(x, cos=cos, sin=sin) -> ValueError; cos; 5; 6
         attends(y, cos=cos, sin=sin[:, :2]) -> ValueError; sin; [5, 2]
@@ -2837,17 +2840,15 @@ def demo_D13(device: str = "cpu") -> tuple[bool, str]:
     out, _ = attn(x, mask=keep)
     finite = bool(out.isfinite().all()) and not out[:, 2].any() and bool(out[:, 3].all())
 
-    def isolated(B: int, T: int, lengths: list[int]) -> float:
+    def isolated(T: int, *lengths: int) -> float:
         """One padded batch against every sample alone and cut to its length."""
-        x = torch.randn(B, T, 96).to(device)
+        x = torch.randn(len(lengths), T, 96).to(device)
         padding = torch.arange(T, device=device) < torch.tensor(lengths, device=device)[:, None]
-        together = attn(x, key_padding_mask=padding)[0]
-        gaps = [
-            check_gap(together[b, :n], attn(x[b : b + 1, :n])[0][0]) for b, n in enumerate(lengths)
-        ]
-        return max(gaps)
+        together, cut = attn(x, key_padding_mask=padding)[0], zip(x, lengths)
+        alone = [attn(row[None, :n])[0][0] for row, n in cut]
+        return max(check_gap(out[: len(row)], row) for out, row in zip(together, alone))
 
-    as_groups, as_tokens = isolated(2, 5, [3, 5]), isolated(3, 3, [1, 3, 2])
+    as_groups, as_tokens = isolated(5, 3, 5), isolated(3, 1, 3, 2)
     per_group, per_token = as_groups < 5e-6, as_tokens < 5e-6
     return check_claims(
         f"fully-masked query row produces finite output (no NaN): {finite}; key_padding_mask "
@@ -2861,27 +2862,24 @@ def demo_D13(device: str = "cpu") -> tuple[bool, str]:
 
 def check_masks(device: str) -> dict[str, bool]:
     """Padding of the memory; what operators and layers refuse, and what they take."""
-    x, claims = check_draw(3, 3, 16, device=device), {}
-    padding = torch.tensor([[True] * 3, [False, True, True], [True, True, False]], device=device)
-    blocks = demo_blocks(device, batch=3)
+    x, blocks, claims = check_draw(3, 3, 16, device=device), demo_blocks(device, batch=3), {}
+    padding = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]], device=device) > 0
     decoder, given = blocks["seq2seq"]
     crossed = decoder(x, **given, memory_key_padding_mask=padding)
     claims["memory"] = check_close(crossed[1:2], decoder(x[1:2], given["memory"][1:2, 1:]))
     latent = MultiHeadLatentAttention(16, 2, kv_rank=4, rope_dim=4, nope_dim=4, v_dim=4)
-    layers = [DenseFFN(16, 4), GatedFFN(16, 4), MoEFFN(16, 4), MultiHeadAttention(16, 2)]
-    layers.append(functools.partial(latent, **blocks["modern"][1]))
+    layers = [DenseFFN(16, 4), GatedFFN(16, 4), MoEFFN(16, 4), RMSNorm(16)]
+    layers += [MultiHeadAttention(16, 2), functools.partial(latent, **blocks["modern"][1])]
     layers += [functools.partial(block, **given) for block, given in blocks.values()]
     for i, layer in enumerate(layers):
-        wide = x.float() if i < 5 else x
-        claims |= check_refuses(layer, "x0 x1 xrank" if i < 3 else "x0 x1", x=wide)
+        free = "x0 x1 xrank xhalf"[: 17 if i == 3 else 11 if i < 3 else 5]
+        claims |= check_refuses(layer, free, x=x.float() if i < 6 else x)
+    claims["vectors"] = all(layer(x[0, 0].float()).shape == (16,) for layer in layers[:4])
     with torch.autocast("cpu", torch.bfloat16):  # where weights are cast anyway
         claims["autocast"] = layers[0](x.bfloat16()).dtype == torch.bfloat16
     layers[0].up = nn.Sequential(nn.Linear(16, 4).double())  # what is put in place takes its own
     layers[0].down.double()
     claims["replaced"] = layers[0](x).dtype == torch.float64
-    for norm in (RMSNorm(16), DenseFFN(16, 4)):
-        claims |= check_refuses(norm, "x0 xrank xhalf", x=x[0].float())
-        claims[f"{norm} vector"] = norm(x[0, 0].float()).shape == (16,)
     q, k, keep = x.view(3, 1, 3, 16), x[:, None, :2], torch.ones(3, 1, 3, 2, dtype=torch.bool)
     keep, four = keep.to(device), q.expand(3, 4, 3, 16)
     for path in PATHS:
@@ -2944,50 +2942,40 @@ def demo_D15(device: str = "cpu") -> tuple[bool, str]:
 
 def check_rotation(device: str) -> dict[str, bool]:
     """Rotation is complex multiplication, keeps lengths, and sees only distances."""
-    x = check_draw(2, 3, 9, 8, device=device)
+    x, part = check_draw(2, 3, 9, 8, device=device), build_rope_cache(9, 4, device=device)
     cos, sin = build_rope_cache(300, 8, 100.0, device=device)
-    part = build_rope_cache(9, 4, device=device)
-    turned = apply_rope(x, cos[:9], sin[:9])
-    scores = [
-        (apply_rope(x[:, :, :1], *row(a)) * apply_rope(x[:, :, 1:2], *row(b))).sum(-1)
-        for a, b in ((7, 2), (105, 100))
-        for row in [lambda t: (cos[t : t + 1], sin[t : t + 1])]
-    ]
+    turned, narrow = apply_rope(x, cos[:9], sin[:9]), build_rope_cache(2, 4)
+    scores = []
+    for a, b in ((7, 2), (105, 100)):
+        q = apply_rope(x[:, :, :1], cos[a : a + 1], sin[a : a + 1])
+        scores.append(q * apply_rope(x[:, :, 1:2], cos[b : b + 1], sin[b : b + 1]))
     sines = sinusoidal_positions(200, 5)
     late_row = [199 / 10000 ** (c // 2 * 2 / 5) for c in range(5)]
     late_row = [math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(late_row)]
-    by_hand = apply_rope(
-        torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), *(t[1:2] for t in build_rope_cache(2, 4))
-    )
-    lows = [apply_rope(x.to(dtype), cos[:9], sin[:9]) for dtype in (torch.float16, torch.bfloat16)]
+    by_hand = apply_rope(torch.arange(1.0, 5.0).view(1, 1, 1, 4), narrow[0][1:], narrow[1][1:])
+    hand = torch.tensor([-1.984111, 1.959901, 2.462378, 4.019800])
     wide = apply_rope(x.float(), cos[:9].double(), sin[:9].double())
-    tables = [t.bfloat16() for t in build_rope_cache(300, 8, 100.0)]
-    late = math.cos(299 * 100 ** (-2 / 8))
-    return {
+    tables, late = build_rope_cache(300, 8, 100.0), math.cos(299 * 100 ** (-2 / 8))
+    rounded = build_rope_cache(300, 8, 100.0, dtype=torch.bfloat16)
+    claims = {
         "complex": check_close(turned, reference_turn(x, 8, 100.0)),
         "partial": check_close(apply_rope(x, *part), reference_turn(x, 4)),
-        "by hand": check_close(
-            by_hand[0, 0], torch.tensor([[-1.984111, 1.959901, 2.462378, 4.019800]]), 1e-6
-        ),
+        "by hand": check_close(by_hand[0, 0, 0], hand, 1e-6),
         "length": check_close(turned.norm(dim=-1), x.norm(dim=-1), 1e-6),
-        "distance": check_close(*scores, 1e-5),
-        "half precision turned in float32": all(
-            torch.equal(low, reference_turn(x.to(low).double(), 8, 100.0).float().to(low))
-            for low in lows
-        ),
+        "distance": check_close(*(score.sum(-1) for score in scores), 1e-5),
         "wide tables": torch.equal(wide, apply_rope(x.float(), cos[:9], sin[:9])),
-        "late angles": abs(tables[0][299, 1].item() - late) < 0.005,
-        "rounded once": torch.equal(
-            build_rope_cache(300, 8, 100.0, dtype=torch.bfloat16)[0], tables[0]
-        ),
-        "sinusoids": sines.dtype == torch.float32
-        and sines.shape == (200, 5)
-        and check_close(sines[199], torch.tensor(late_row), 1e-7),
-        **check_refuses(
-            apply_rope, "x0 x1 x3 xhalf coshalf sinhalf", x=x[..., :7], cos=part[0], sin=part[1]
-        ),
-        **check_table("apply_rope(x, cos[:9, :3], sin[:9, :3]) -> ValueError; cos; 3", locals()),
+        "late angles": abs(tables[0][299, 1].item() - late) < 1e-6,
+        "rounded once": all(map(torch.equal, rounded, (t.bfloat16() for t in tables))),
+        "sinusoids": check_close(sines[199], torch.tensor(late_row), 1e-7),
+        "sinusoids' table": sines.dtype == torch.float32 and sines.shape == (200, 5),
     }
+    for low in (x.half(), x.bfloat16()):  # turned in float32
+        expected = reference_turn(low.double(), 8, 100.0).float().to(low)
+        claims[f"{low.dtype}"] = torch.equal(apply_rope(low, cos[:9], sin[:9]), expected)
+    good = {"x": x[..., :7], "cos": part[0], "sin": part[1]}
+    claims |= check_refuses(apply_rope, "x0 x1 x3 xhalf coshalf sinhalf", **good)
+    table = "apply_rope(x, cos[:9, :3], sin[:9, :3]) -> ValueError; cos; 3"
+    return claims | check_table(table, locals())
 
 
 def check_devices(device: str) -> dict[str, bool]:
@@ -2996,26 +2984,21 @@ def check_devices(device: str) -> dict[str, bool]:
     decoder = VanillaSeq2SeqDecoderLayer2017(16, 4, 12).to(device)
     gpt2, moe = GPT2StyleDecoderLayer(16, 4, 12).to(device), MoEFFN(16, 12).to(device)
     x, ids = torch.randn(2, 3, 16).to(device), torch.tensor([[1, 2]], device=device)
-    padding = torch.ones_like(ids, dtype=torch.bool)
+    padding, claims = torch.ones_like(ids, dtype=torch.bool), {}
     with torch.device("meta"):
         cos, sin = build_rope_cache(3, 4, device=device)
         grown, logits = lm.generate(ids, 2, key_padding_mask=padding, eos_id=3), lm(ids)
         made = [grown, logits, next_token_loss(logits, ids), decoder(x, x), moe(x)]
         made += [apply_rope(x[:, None, :, :4], cos, sin), gpt2(x, kv_cache=KVCache())]
         default = [build_rope_cache(3, 4)[0], sinusoidal_positions(3, 4)]
-    pairs = []
     for dtype in (torch.float16, torch.bfloat16):
         lm.to(dtype).logit_softcap = 0.1
-        pairs.append([lm(ids)])
-        lm.logit_softcap = None
-        pairs[-1].append(lm(ids))
-    return {
+        capped, lm.logit_softcap = lm(ids), None
+        wanted = (0.1 * torch.tanh(lm(ids).float() / 0.1)).to(dtype)
+        claims[f"capped {dtype}"] = torch.equal(capped, wanted)
+    return claims | {
         "stays on the device": {t.device.type for t in made} == {torch.device(device).type},
         "follows the default device": all(t.device.type == "meta" for t in default),
-        "half precision": all(
-            torch.equal(capped, (0.1 * torch.tanh(raw.float() / 0.1)).to(raw))
-            for capped, raw in pairs
-        ),
     }
 
 
