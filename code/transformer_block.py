@@ -39,9 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# =============================================================================================
-# Positions, masks, rotation (notes §2, §4, §7.3)
-# =============================================================================================
+# === Positions, masks, rotation (notes §2, §4, §7.3) =========================================
 
 
 def build_causal_mask(
@@ -126,9 +124,7 @@ def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
     return table.to(torch.tensor(()).device, torch.float32)
 
 
-# =============================================================================================
-# KV cache (notes §5)
-# =============================================================================================
+# === KV cache (notes §5) =====================================================================
 
 
 class KVCache:
@@ -185,7 +181,9 @@ class KVCache:
         start = self.next_pos
         if torch.is_grad_enabled():
             return torch.cat((buffer[:, :, :start], new), dim=2) if start else new.clone()
-        if buffer is None or not self._writable or not self._has_room(buffer, new, end):
+        room = buffer.shape[2] if buffer is not None and self._writable else -1
+        like = (*new.shape[:2], room, new.shape[3]), new.dtype, new.device
+        if end > room or like != (buffer.shape, buffer.dtype, buffer.device):
             room = self.max_len or start + end  # exact at first, at least double afterwards
             with torch.inference_mode(False):  # a tensor made there takes no writes outside
                 grown = new.new_empty((*new.shape[:2], room, new.shape[3]))
@@ -194,11 +192,6 @@ class KVCache:
             buffer = grown
         buffer[:, :, start:end] = new
         return buffer
-
-    @staticmethod
-    def _has_room(buffer: Tensor, new: Tensor, end: int) -> bool:
-        like = (*new.shape[:2], buffer.shape[2], new.shape[3]), new.dtype, new.device
-        return end <= buffer.shape[2] and like == (buffer.shape, buffer.dtype, buffer.device)
 
     def reset(self) -> None:
         """Forget everything; with max_len the memory is kept."""
@@ -216,9 +209,8 @@ class KVCache:
     def __copy__(self) -> "KVCache":
         """A cache with memory of its own: two must not write into one buffer."""
         twin = object.__new__(type(self))
-        vars(twin).update(vars(self), _k=None, _v=None)
-        if self.next_pos:
-            twin._k, twin._v = self.k.clone(), self.v.clone()
+        k, v = (self.k.clone(), self.v.clone()) if self.next_pos else (None, None)
+        vars(twin).update(vars(self), _k=k, _v=v)
         return twin
 
     def __deepcopy__(self, memo: dict) -> "KVCache":
@@ -228,9 +220,7 @@ class KVCache:
         return twin
 
 
-# =============================================================================================
-# Norm and attention (notes §1, §4, §5, §7.2)
-# =============================================================================================
+# === Norm and attention (notes §1, §4, §5, §7.2) =============================================
 
 
 class RMSNorm(nn.Module):
@@ -556,9 +546,7 @@ class MultiHeadLatentAttention(nn.Module):
         return out @ v_up.mT  # (B, H, T, v_dim)
 
 
-# =============================================================================================
-# Feed-forward networks (notes §1, §4, §6)
-# =============================================================================================
+# === Feed-forward networks (notes §1, §4, §6) ================================================
 
 
 class DenseFFN(nn.Module):
@@ -786,9 +774,7 @@ class MixtureFFN(nn.Module):
         return out if self.shared is None else out + self.shared(x)
 
 
-# =============================================================================================
-# Blocks: one class per topology (notes §1, §2, §3, §7.1)
-# =============================================================================================
+# === Blocks: one class per topology (notes §1, §2, §3, §7.1) =================================
 
 
 class VanillaEncoderLayer2017(nn.Module):
@@ -980,9 +966,7 @@ class BranchNormDecoderBlock(nn.Module):
         return x + self.ffn_post_norm(self.ffn(self.ffn_pre_norm(x)))
 
 
-# =============================================================================================
-# Stack and shell (notes §10)
-# =============================================================================================
+# === Stack and shell (notes §10) =============================================================
 
 
 def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None = None,
@@ -1035,11 +1019,8 @@ class DecoderOnlyLM(nn.Module):
             require_value(float, logit_softcap=logit_softcap)
         windows = [None] * n_layers if windows is None else windows
         require_windows(windows, n_layers)
-        if make_block is None:
-
-            def make_block(layer: int) -> nn.Module:
-                return ModernDecoderBlock(d_model, n_q_heads, n_kv_heads, d_ff, eps=eps)
-
+        sizes, ours = (d_model, n_q_heads, n_kv_heads, d_ff), make_block is None
+        make_block = (lambda _: ModernDecoderBlock(*sizes, eps=eps)) if ours else make_block
         require_value(Callable, make_block=make_block)
         require_rope_dim(rope_dim, set())
         state = torch.get_rng_state()
@@ -1063,11 +1044,8 @@ class DecoderOnlyLM(nn.Module):
 
     def new_caches(self) -> list["KVCache"]:
         """An empty cache for each block: of its attention's own kind (new_cache), else KVCache."""
-        caches = []
-        for block in self.blocks:
-            own = [part.new_cache for part in block.modules() if hasattr(part, "new_cache")]
-            caches.append(own[0]() if own else KVCache())
-        return caches
+        makers = ((getattr(p, "new_cache", None) for p in block.modules()) for block in self.blocks)
+        return [next(filter(None, own), KVCache)() for own in makers]
 
     def forward(self, ids: Tensor, *, kv_caches: list["KVCache"] | None = None,
                 key_padding_mask: Tensor | None = None, mask: Tensor | None = None,
@@ -1140,12 +1118,11 @@ class DecoderOnlyLM(nn.Module):
         require_left_padding(key_padding_mask, B, T)
         require_sampling(temperature, top_k, top_p, generator)
         ends = require_token_ids(eos_id, self.vocab_size)
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        sampling["generator"] = generator
+        sampling = temperature, top_k, top_p, generator
         return self._steps(ids.long(), max_new_tokens, key_padding_mask, ends, sampling)
 
     def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
-               ends: list[int], sampling: dict) -> Iterator[Tensor]:  # fmt: skip
+               ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
         caches = self.new_caches()
         done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
         for _ in range(max_new_tokens):
@@ -1153,10 +1130,10 @@ class DecoderOnlyLM(nn.Module):
             try:
                 if training:
                     self.eval()
-                options = {"kv_caches": caches, "key_padding_mask": key_padding_mask}
+                options = {"key_padding_mask": key_padding_mask, "last_only": True}
                 with torch.no_grad():
-                    logits = self(step, **options, last_only=True)[:, 0]  # (B, V)
-                    drawn = pick_next_token(logits, **sampling)  # (B, 1)
+                    logits = self(step, kv_caches=caches, **options)[:, 0]  # (B, V)
+                    drawn = pick_next_token(logits, *sampling)  # (B, 1)
             finally:
                 for module in training:
                     module.training = True
@@ -1208,9 +1185,7 @@ def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None
     return losses.masked_fill(~pairs, 0).sum() / pairs.sum().clamp(min=1)
 
 
-# =============================================================================================
-# Counting (notes §1.3, §5)
-# =============================================================================================
+# === Counting (notes §1.3, §5) ===============================================================
 
 
 def attention_parameters(d_model: int, n_q_heads: int, n_kv_heads: int | None = None) -> int:
@@ -1218,10 +1193,8 @@ def attention_parameters(d_model: int, n_q_heads: int, n_kv_heads: int | None = 
     n_kv_heads = n_q_heads if n_kv_heads is None else n_kv_heads
     require_value(int, d_model=d_model, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads)
     if d_model % n_q_heads or n_q_heads % n_kv_heads:
-        raise ValueError(
-            f"n_q_heads={n_q_heads} must divide d_model={d_model}"
-            f" and be a multiple of n_kv_heads={n_kv_heads}"
-        )
+        raise ValueError(f"n_q_heads={n_q_heads} must divide d_model={d_model}"
+                         f" and be a multiple of n_kv_heads={n_kv_heads}")  # fmt: skip
     return 2 * d_model * (d_model + n_kv_heads * d_model // n_q_heads)
 
 
@@ -1257,9 +1230,7 @@ def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.
     return -(-d_ff // multiple_of) * multiple_of
 
 
-# =============================================================================================
-# Argument checks: they raise before anything is changed, and also under python -O
-# =============================================================================================
+# === Argument checks: they raise before anything is changed, and also under python -O ========
 
 
 def require_value(kind: type, above: int = 0, **values: object) -> None:
@@ -1308,9 +1279,8 @@ def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
     """Refuse what a block cannot be made of, before its first part draws weights."""
     require_value(int, d_ff=d_ff)
     require_value(float, eps=eps)
-    for name, part in (("attn", attn), ("ffn", ffn)):
-        if part is not None:
-            require_value(Callable, **{name: part})
+    parts = {"attn": attn, "ffn": ffn}
+    require_value(Callable, **{name: part for name, part in parts.items() if part is not None})
 
 
 def require_fitting(attend: Callable[..., Tensor], n_q_heads: int, n_kv_heads: int, head_dim: int,
@@ -1325,9 +1295,8 @@ def require_fitting(attend: Callable[..., Tensor], n_q_heads: int, n_kv_heads: i
             attend(q, k, k, logit_softcap=logit_softcap)
 
 
-def require_attention_inputs(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
-) -> Tensor | None:
+def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
+                             scale: float | None) -> Tensor | None:  # fmt: skip
     """Refuse what attend and attend_fused cannot combine; returns keep with four axes."""
     B, H, T, head_dim = require_tensor("q", q, "B", "H", "T", "head_dim")
     _, G, S, _ = require_tensor("k", k, B, "G", "S", head_dim)
@@ -1451,9 +1420,7 @@ def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
         raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
 
 
-# =============================================================================================
-# What the demos compare with: formulas in float64, one query and one token at a time
-# =============================================================================================
+# === What the demos compare with: formulas in float64, one query and one token at a time =====
 
 
 PATHS = (attend, attend_fused)
@@ -1571,14 +1538,9 @@ def check_variants(name: str, value: object, free: str) -> Iterator[tuple[type, 
         yield from ((TypeError, other, "list" if other == [value] else other) for other in wrong)
 
 
-def check_state(caches: Iterable[KVCache]) -> Callable[[], bool]:
-    """Whether the global generator and what the caches hold are, later, as they are now."""
-    caches, now = (
-        list(caches),
-        lambda: [torch.get_rng_state(), *(t for c in caches for t in (c.k, c.v))],
-    )
-    before = [t.clone() for t in now()]
-    return lambda: all(map(torch.equal, before, now()))
+def check_state(caches: Iterable[KVCache]) -> list[Tensor]:
+    """What a refusal must not change: the global generator, and what the caches hold."""
+    return [torch.get_rng_state(), *(t.clone() for c in caches for t in (c.k, c.v))]
 
 
 def check_refuses(call: Callable, free: str = "", kept: Iterable[KVCache] = (),
@@ -1592,7 +1554,7 @@ def check_refuses(call: Callable, free: str = "", kept: Iterable[KVCache] = (),
     target = getattr(call, "func", call)
     target = target.forward if isinstance(target, nn.Module) else target
     defaults, lengths = inspect.signature(target).parameters, [cache.next_pos for cache in kept]
-    missed, same = [], check_state(kept)
+    missed, state = [], check_state(kept)
     for name, value in good.items():
         wrong = list(check_variants(name, value, free))
         if defaults[name].default is not None and f"{name}None" not in free:
@@ -1601,7 +1563,8 @@ def check_refuses(call: Callable, free: str = "", kept: Iterable[KVCache] = (),
             said = str(raised := check_raised(functools.partial(call, **{**good, name: other})))
             sized = isinstance(other, Tensor) and error is ValueError
             told = any(n in said for n in good) if sized else name in said and str(word) in said
-            if not (isinstance(raised, error) and told and same()):
+            same = all(map(torch.equal, state, check_state(kept)))
+            if not (isinstance(raised, error) and told and same):
                 missed.append(f"{name}={word}: {raised!r}")
     call(**good)
     for cache, length in zip(kept, lengths):
@@ -1611,12 +1574,12 @@ def check_refuses(call: Callable, free: str = "", kept: Iterable[KVCache] = (),
 
 def check_table(table: str, names: dict, kept: Iterable[KVCache] = ()) -> dict[str, bool]:
     """Lines `call -> Error; word; …`: it must raise just that, say the words and change nothing."""
-    claims, same = {}, check_state(kept)
+    claims, state = {}, check_state(kept)
     for line in map(str.strip, table.strip().splitlines()):
         call, _, expected = line.partition(" -> ")
         error, *words = expected.split("; ")
         raised = check_raises(eval(error), lambda: eval(call, {**globals(), **names}), *words)
-        claims[line] = raised and same()
+        claims[line] = raised and all(map(torch.equal, state, check_state(kept)))
     return claims
 
 
@@ -1817,18 +1780,7 @@ def demo_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def demo_moved(block: Callable, x: Tensor, *places: slice) -> list[list[bool]]:
-    """For each place: which positions of the output a change of x [T, d] there moves."""
-    batch = x.repeat(1 + len(places), 1, 1)
-    for changed, place in zip(batch[1:], places):
-        changed[place] = changed[place].roll(1, dims=-1)  # a norm would undo a shift or a factor
-    out = block(batch)
-    return [(other - out[0]).abs().amax(dim=-1).gt(1e-6).tolist() for other in out[1:]]
-
-
-# =============================================================================================
-# Demos: each proves one claim and computes what it prints (notes §1.4)
-# =============================================================================================
+# === Demos: each proves one claim and computes what it prints (notes §1.4) ===================
 
 
 @check_seeded(1)
@@ -1949,20 +1901,15 @@ def demo_D02(device: str = "cpu") -> tuple[bool, str]:
 
 def check_norms(device: str) -> dict[str, bool]:
     """Zeroed branches leave the Pre-LN blocks the identity; RMSNorm equals its formula."""
-    x, claims = check_draw(2, 3, 16, device=device), {}
+    x, norm = check_draw(2, 3, 16, device=device), check_randomized(RMSNorm(16, eps=0.01), device)
+    claims = {"RMSNorm": check_close(norm(0.1 * x), reference_norm(norm, 0.1 * x))}
     for name, (block, given) in demo_blocks(device, "gpt2", "parallel", "branch").items():
         check_zeroed(block.attn.o_proj, block.ffn.down)
         claims[name] = torch.equal(block(x, **given), x)
-    norm = check_randomized(RMSNorm(16, eps=0.01), device)
-    half = RMSNorm(4).half()(torch.full((4,), 300.0, dtype=torch.float16))
-    small, low = RMSNorm(4)(torch.full((4,), 1e-4)), check_draw(4, 16).bfloat16()
-    exact = (low.double() / (low.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
-    return claims | {
-        "RMSNorm": check_close(norm(0.1 * x), reference_norm(norm, 0.1 * x)),
-        "float16 squares over 65504": torch.equal(half, torch.ones_like(half)),
-        "bfloat16 rounded once": torch.equal(RMSNorm(16).bfloat16()(low), exact),
-        "eps inside the root": check_close(small, torch.full((4,), 0.0995037), 1e-6),
-    }
+    for low in (300 * x.half(), x.bfloat16()):  # float16 squares overflow; rounded once
+        exact = F.rms_norm(low.double(), (16,), eps=1e-6).to(low)
+        claims[f"{low.dtype}"] = torch.equal(RMSNorm(16).to(low)(low), exact)
+    return claims
 
 
 @check_seeded(3)
@@ -1970,8 +1917,11 @@ def demo_D03(device: str = "cpu") -> tuple[bool, str]:
     """No position sees the future, and every position sees the past through attention."""
     x = torch.randn(6, 96).to(device)
     cos, sin = build_rope_cache(6, 12, device=device)
-    modern = ModernDecoderBlock().to(device)
-    after_3, at_0 = demo_moved(lambda y: modern(y, cos, sin), x, slice(4, 6), slice(0, 1))
+    batch = x.repeat(3, 1, 1)  # as it is, changed after t=3, changed at 0
+    for changed, place in zip(batch[1:], (slice(4, 6), slice(0, 1))):
+        changed[place] = changed[place].roll(1, dims=-1)  # a norm would undo a shift or a factor
+    out = ModernDecoderBlock().to(device)(batch, cos, sin)
+    after_3, at_0 = ((out[1:] - out[0]).abs().amax(dim=-1) > 1e-6).tolist()
     held, felt = not any(after_3[:4]), all(after_3[4:])
     mixes, seven = all(at_0[1:]), torch.arange(7, device=device)
     masks = {  # 0 <= distance < window, one pair at a time
@@ -2100,8 +2050,8 @@ def check_buffer(device: str) -> dict[str, bool]:
         claims["max_len"] = holds(grown, 1) and holds(fixed, 2, 7, room=7)
         place = fixed.k.data_ptr()
         fixed.reset()
-        twin = copy.copy(fixed)
-        claims["copies of no positions"] = (twin._k, twin._v) == (None, None)
+        claims["a copy of no positions"] = copy.copy(fixed)._k is None
+        claims["no tokens"] = KVCache().append(k_all[:, :, :0], v_all[:, :, :0])[0].shape[2] == 0
         claims["max_len once"] = holds(fixed, 1) and fixed.k.data_ptr() == place
         fixed.truncate(0)
         fixed.append(k_all[:1, :, :7], v_all[:1, :, :7])
@@ -2245,10 +2195,6 @@ def check_attention(device: str) -> dict[str, bool]:
         expected = reference_attention(part, k, v, seen if mask is None else seen & mask, scale)
         out = path(part, k, v, mask, causal=causal, scale=scale)
         claims[f"{path.__name__} {i}"] = check_close(out, expected)
-    for path in PATHS:
-        half = path(two.half(), k.half(), v.half(), keep)
-        close = check_close(half, reference_attention(two, k, v, keep), 0.02)
-        claims[f"{path.__name__} half"] = half.dtype == torch.float16 and close
     for dtype in (torch.float16, torch.bfloat16):
         low = check_draw(1, 1, 16, 6, device=device).to(dtype)
         expected = (2 * torch.tanh(((low * 6**-0.5) @ low.mT).float() / 2)).softmax(-1).to(dtype)
@@ -2308,12 +2254,7 @@ def check_counts(device: str) -> dict[str, bool]:
     stored = cache.k.nbytes + cache.v.nbytes
     # Llama-2-7B, Llama-3-8B and Llama-3-70B
     released = {(4096, 256): 11008, (4096, 1024, 1.3): 14336, (8192, 4096, 1.3): 28672}
-    latent = functools.partial(MultiHeadLatentAttention, 16, 4, kv_rank=6, rope_dim=4, nope_dim=3)
-    below = 16 * (6 + 4) + 6 + 6 * 4 * (3 + 5) + 4 * 5 * 16  # kv_down, kv_norm, kv_up, o_proj
-    low = 16 * 9 + 9 + 9 * 4 * 7 + below
     claims = {
-        "latent": demo_count(latent(v_dim=5)) == 16 * 4 * 7 + below,
-        "low rank": demo_count(latent(v_dim=5, q_rank=9)) == low,
         "cache": kv_cache_bytes(1, 2, 12, length=7, batch=2, bytes_per_element=4) == stored,
         "elements": kv_cache_elements(2, 12) == stored // (2 * 7 * 4),
         "70B as released": kv_cache_bytes(80, 8, 128, 4096) == 10 * 2**30 // 8,
@@ -2430,35 +2371,15 @@ def demo_D09(device: str = "cpu") -> tuple[bool, str]:
         f"router gate non-zero+finite grad: {router}; rest-of-block (attn+norms) non-zero+finite "
         f"grad: {rest}",
         routed=sum(moe.tokens_per_expert) == 3 and len(idle) >= 3,
-        **check_more(check_exact_device(device), check_experts, check_mixtures, check_sinks),
+        **check_more(check_exact_device(device), check_gradients, check_mixtures, check_sinks),
     )
 
 
-def check_experts(device: str) -> dict[str, bool]:
-    """The router's gradient and the balance loss by hand; gradients past rows without keys."""
-    moe, x = check_randomized(MoEFFN(6, 5, n_experts=3), device), check_draw(7, 6, device=device)
-    moe(x).sum().backward()
-    weight, direction = moe.router.weight, check_draw(3, 6, device=device)
-    tilted = [{"router.weight": weight + step * direction} for step in (1e-6, -1e-6)]
-    up, down = (torch.func.functional_call(moe, part, x).sum() for part in tilted)
-    by_hand = MoEFFN(2, 3, n_experts=2).to(device, torch.float64)
-    nn.init.eye_(by_hand.router.weight)
-    odds = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.4, 0.6]], dtype=torch.float64, device="cpu")
-    by_hand(odds.log().to(device))
-    balance = by_hand.aux_loss
-    balance.backward()
-    by_hand(odds[:1].to(device) * torch.tensor([10.0, 0.0], device=device))
-    crowded = by_hand.aux_loss.item()  # all tokens with probability near 1 at one expert of two
-    claims = {
-        "router slope": check_close((weight.grad * direction).sum(), (up - down) / 2e-6, 1e-7),
-        "one vector": check_close(moe(x[0]), reference_ffn(moe, x[0])),
-        # E * sum(f P): f = 2/3 and 1/3, P = 1.7/3 and 1.3/3
-        "balance loss": abs(balance.item() - 2 * (2 * 1.7 + 1.3) / 9) < 1e-12,
-        "balance loss teaches": by_hand.router.weight.grad.any() and 1.99 < crowded < 2,
-    }
+def check_gradients(device: str) -> dict[str, bool]:
+    """Rows without keys leave the gradients of both paths finite, where 0 / 0 gives NaN."""
     q, k = check_draw(1, 2, 3, 4, device=device), check_draw(1, 1, 3, 4, device=device)
-    keep = torch.tensor([[False] * 3, [True] * 3, [True, False, True]], device=device)
-    for path in PATHS:  # 0 / 0 in the first row would make every gradient NaN
+    keep, claims = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 0, 1]], device=device) > 0, {}
+    for path in PATHS:
         inputs = [t.clone().requires_grad_() for t in (q, k, k)]
         path(*inputs, keep).square().sum().backward()
         claims[path.__name__] = all(t.grad.isfinite().all() and t.grad.any() for t in inputs)
@@ -2537,6 +2458,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
         used = [n > 0 for n in router.tokens_per_expert]
         taught = [any(p.grad.any() for p in ffn.parameters()) for ffn in experts]
         mixture(x[0])
+        balancing = torch.autograd.grad(router.aux_loss, linear.weight)
         routes = [reference_route(router, token) for token in x[0]]
         scores = [reference_scores(router, token) for token in x[0]]
         counts = [sum(e in route for route in routes) for e in range(8)]
@@ -2550,7 +2472,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
             f"{i} copies": copy.copy(copy.deepcopy(mixture)).training
             and not copy.copy(router).aux_loss.requires_grad,
             f"{i} idle": taught == used and sum(used) < 7,
-            f"{i} router learns": linear.weight.grad.any(),
+            f"{i} router learns": linear.weight.grad.any() and balancing[0].any(),
             f"{i} output": check_close(mixture(x), reference_ffn(mixture, x)),
             f"{i} none": mixture(x[:0]).shape == (0, 7, 6) and router.aux_loss.item() == 0,
         }
@@ -2929,41 +2851,29 @@ def demo_D15(device: str = "cpu") -> tuple[bool, str]:
 
 
 def check_rotation(device: str) -> dict[str, bool]:
-    """Rotation is complex multiplication, keeps lengths, and sees only distances."""
-    x, part = check_draw(2, 3, 9, 8, device=device), build_rope_cache(9, 4, device=device)
+    """Rotation is complex multiplication, by angles that are exact far out too."""
+    x, part = check_draw(2, 3, 300, 8, device=device), build_rope_cache(300, 4, device=device)
     cos, sin = build_rope_cache(300, 8, 100.0, device=device)
-    turned, narrow = apply_rope(x, cos[:9], sin[:9]), build_rope_cache(2, 4)
-    scores = []
-    for a, b in ((7, 2), (105, 100)):
-        q = apply_rope(x[:, :, :1], cos[a : a + 1], sin[a : a + 1])
-        scores.append(q * apply_rope(x[:, :, 1:2], cos[b : b + 1], sin[b : b + 1]))
-    sines = sinusoidal_positions(200, 5)
-    late_row = [199 / 10000 ** (c // 2 * 2 / 5) for c in range(5)]
-    late_row = [math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(late_row)]
-    by_hand = apply_rope(torch.arange(1.0, 5.0).view(1, 1, 1, 4), narrow[0][1:], narrow[1][1:])
-    hand = torch.tensor([-1.984111, 1.959901, 2.462378, 4.019800])
-    wide = apply_rope(x.float(), cos[:9].double(), sin[:9].double())
-    tables, late = build_rope_cache(300, 8, 100.0), math.cos(299 * 100 ** (-2 / 8))
-    rounded = build_rope_cache(300, 8, 100.0, dtype=torch.bfloat16)
+    tables = build_rope_cache(300, 8, 100.0), build_rope_cache(300, 8, 100.0, dtype=torch.bfloat16)
+    wide = apply_rope(x.float(), cos.double(), sin.double())
+    sines, row = sinusoidal_positions(200, 5), [199 / 10000 ** (c // 2 * 2 / 5) for c in range(5)]
+    row = torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(row)])
     claims = {
-        "complex": check_close(turned, reference_turn(x, 8, 100.0)),
+        "complex": check_close(apply_rope(x, cos, sin), reference_turn(x, 8, 100.0)),
         "partial": check_close(apply_rope(x, *part), reference_turn(x, 4)),
-        "by hand": check_close(by_hand[0, 0, 0], hand, 1e-6),
-        "length": check_close(turned.norm(dim=-1), x.norm(dim=-1), 1e-6),
-        "distance": check_close(*(score.sum(-1) for score in scores), 1e-5),
-        "wide tables": torch.equal(wide, apply_rope(x.float(), cos[:9], sin[:9])),
-        "late angles": abs(tables[0][299, 1].item() - late) < 1e-6,
-        "rounded once": all(map(torch.equal, rounded, (t.bfloat16() for t in tables))),
-        "sinusoids": check_close(sines[199], torch.tensor(late_row), 1e-7),
-        "sinusoids' table": sines.dtype == torch.float32 and sines.shape == (200, 5),
+        "wide tables": torch.equal(wide, apply_rope(x.float(), cos, sin)),
+        "rounded once": all(torch.equal(a.bfloat16(), b) for a, b in zip(*tables)),
+        "sinusoids": check_close(sines[199], row, 1e-7) and sines.shape == (200, 5),
+        "float32": sines.dtype == torch.float32,
     }
-    for low in (x.half(), x.bfloat16()):  # turned in float32
+    for low in (x[:, :, :9].half(), x[:, :, :9].bfloat16()):  # turned in float32
         expected = reference_turn(low.double(), 8, 100.0).float().to(low)
         claims[f"{low.dtype}"] = torch.equal(apply_rope(low, cos[:9], sin[:9]), expected)
-    good = {"x": x[..., :7], "cos": part[0], "sin": part[1]}
+    good = {"x": x[:, :, :9, :7], "cos": part[0][:9], "sin": part[1][:9]}
     claims |= check_refuses(apply_rope, "x0 x1 x3 xhalf coshalf sinhalf", **good)
-    table = "apply_rope(x, cos[:9, :3], sin[:9, :3]) -> ValueError; cos; 3"
-    return claims | check_table(table, locals())
+    return claims | check_table(
+        "apply_rope(x, cos[:, :3], sin[:, :3]) -> ValueError; cos; 3", locals()
+    )
 
 
 def check_devices(device: str) -> dict[str, bool]:
@@ -2990,16 +2900,12 @@ def check_devices(device: str) -> dict[str, bool]:
     }
 
 
-# =============================================================================================
-# Command line
-# =============================================================================================
+# === Command line ============================================================================
 
 
 def main_demos() -> dict[str, Callable]:
     """The demos by id, in order."""
-    return {
-        n[5:]: f for n, f in sorted(globals().items()) if n.startswith("demo_D") and n[6:].isdigit()
-    }
+    return {n[5:]: f for n, f in sorted(globals().items()) if n.startswith("demo_D")}
 
 
 def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast.AST]], list]:
