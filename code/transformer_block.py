@@ -499,7 +499,6 @@ class MultiHeadLatentAttention(nn.Module):
         keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)
         cos, sin = MultiHeadAttention.table_rows(cos, sin, start, T)
         require_tensor("cos", cos, T, self.rope_dim)  # a narrower one would turn a part only
-
         q = self.q_proj(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         q = MultiHeadAttention.split_heads(q, self.nope_dim + self.rope_dim) * self.scale
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
@@ -1545,8 +1544,7 @@ def check_refuses(call: Callable, free: str = "", kept: Iterable[KVCache] = (),
     """Whether call, which takes its good arguments, refuses every wrong one and changes nothing.
 
     Wrong are another rank, size, dtype, kind and sign, and None where it is no default. A size may
-    also be refused in the name of the argument that it does not fit. The kept caches, too, stay as
-    they are, at the end as well.
+    also be refused in the name of the argument that it does not fit. The kept caches keep theirs.
     """
     target = getattr(call, "func", call)
     target = target.forward if isinstance(target, nn.Module) else target
@@ -1626,15 +1624,16 @@ def reference_turn(x: Tensor, r: int, base: float = 10000.0, start: int = 0) -> 
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None,
-                        scale: float | None = None,
-                        softcap: float | None = None) -> Tensor:  # fmt: skip
-    """Softmax over the open keys, with K and V copied out to every query head."""
+                        scale: float | None = None, softcap: float | None = None,
+                        sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Softmax over the open keys and a sink, with K and V copied out to every query head."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("bhtc,bhsc->bhts", q, k) * (scale or q.shape[-1] ** -0.5)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     open_keys = torch.ones_like(scores[:, :1]) if keep is None else keep
     weights = scores.exp() * open_keys
-    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-300)
+    total = weights.sum(dim=-1, keepdim=True).clamp(min=1e-300)
+    weights = weights / (total if sinks is None else total + sinks.exp()[:, None, None])
     return torch.einsum("bhts,bhsc->bhtc", weights, v)
 
 
@@ -2091,8 +2090,7 @@ def check_generation(device: str) -> dict[str, bool]:
         ended[eos_id] = counts.generate(prompts[:rows], 4, **padded)[:, 4:].tolist()
     sampled = lm.generate(prompts, 4, temperature=9.0)
     return check_sampling(device) | {
-        "left padding, each row as alone": torch.equal(both[:, 4:], alone),
-        "prompt comes back": torch.equal(both[:, :4], short),
+        "left padding, each row as alone": torch.equal(both, torch.cat((short, alone), 1)),
         "greedy and a generator leave the global one": untouched,
         "training flags": modes == [False, True, True, False],
         "eos": ended[7] == [[5, 6, 7], [7, 7, 7]] and ended[0] == [[5, 6, 7, 8]],
@@ -2328,27 +2326,23 @@ def demo_D09(device: str = "cpu") -> tuple[bool, str]:
     sparse = ModernDecoderBlock(ffn=MoEFFN(96, 256)).to(device)
     for block in (dense, sparse):
         block(x, cos, sin).square().sum().backward()
-
-    def alive(parameters: Iterable[nn.Parameter]) -> bool:
-        grads = [parameter.grad for parameter in parameters]
-        return all(g is not None and bool(g.isfinite().all() and g.any()) for g in grads)
-
     finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in dense.parameters())
     nonzero = all(p.grad is not None and bool(p.grad.any()) for p in dense.parameters())
-    moe = sparse.ffn
+    moe, grads = sparse.ffn, {name: p.grad for name, p in sparse.named_parameters()}
+    sound = all(g is not None and bool(g.isfinite().all()) for g in grads.values())
+    alive = {name: g is not None and bool(g.any()) for name, g in grads.items()}
     used = [n > 0 for n in moe.tokens_per_expert]
-    idle = [p for n, expert in zip(used, moe.experts) if not n for p in expert.parameters()]
-    touched = all(alive(expert.parameters()) for n, expert in zip(used, moe.experts) if n)
-    experts = touched and all(p.grad is not None and not p.grad.any() for p in idle)
-    router = alive(moe.router.parameters())
-    rest = alive(p for name, p in sparse.named_parameters() if not name.startswith("ffn."))
+    each = [[on for name, on in alive.items() if f".experts.{e}." in name] for e in range(4)]
+    experts = sound and each == [[n] * 3 for n in used]
+    router = sound and alive["ffn.router.weight"]
+    rest = sound and all(on for name, on in alive.items() if not name.startswith("ffn."))
     return check_claims(
         f"dense block: all grads finite = {finite}, all non-zero = {nonzero}; MoE "
         f"tokens_per_expert={moe.tokens_per_expert} (<4 tokens, so >=1 expert unused by pigeonhole)"
         f"; touched experts non-zero+finite grad, untouched experts no/zero grad: {experts}; "
         f"router gate non-zero+finite grad: {router}; rest-of-block (attn+norms) non-zero+finite "
         f"grad: {rest}",
-        routed=sum(moe.tokens_per_expert) == 3 and len(idle) >= 3,
+        routed=sum(moe.tokens_per_expert) == 3,
         **check_more(check_exact_device(device), check_gradients, check_mixtures, check_sinks),
     )
 
@@ -2365,7 +2359,7 @@ def check_gradients(device: str) -> dict[str, bool]:
 
 
 def check_sinks(device: str) -> dict[str, bool]:
-    """A sink is one more key, of value zero, alone in a channel of its own, and not capped."""
+    """A sink is one more term in the softmax's sum, neither scaled nor capped nor masked."""
     q, k = check_draw(3, 4, 2, 5, device=device), check_draw(3, 2, 4, 5, device=device)
     v, keep = check_draw(3, 2, 4, 6, device=device), reference_causal(2, 4, 3).repeat(3, 1, 1, 1)
     keep = keep.to(device)
@@ -2373,16 +2367,12 @@ def check_sinks(device: str) -> dict[str, bool]:
     sink = SinkAttention(4).to(device)  # float32: may be wider than q
     claims = {"sinks start at zero": not sink.sinks.any()}
     nn.init.uniform_(sink.sinks, -1, 1)
-    b, past = sink.sinks.double()[:, None, None].expand(3, 4, 2, 1), reference_causal(2, 4)
-    wide_k, wide_v = F.pad(k, (0, 1, 1, 0)), F.pad(v, (0, 0, 1, 0))
-    wide_k[:, :, 0, 5] = 1
+    past = reference_causal(2, 4).to(device)
     for causal, scale, seen, cap in (
         (False, None, None, None), (True, 0.3, None, None), (False, None, keep, 1.5)
     ):  # fmt: skip
-        wide_q = (q * (scale or 5**-0.5), b if cap is None else cap * (b / cap).atanh())
-        both = (past if causal else past | True).to(device) if seen is None else seen
-        both = F.pad(both, (1, 0), value=True)
-        expected = reference_attention(torch.cat(wide_q, 3), wide_k, wide_v, both, 1.0, cap)
+        both = (past if causal else past | True) if seen is None else seen
+        expected = reference_attention(q, k, v, both, scale, cap, sink.sinks.double())
         out = sink(q, k, v, seen, causal=causal, scale=scale, logit_softcap=cap)
         claims[f"sinks {causal} {cap}"] = check_close(out, expected)
     claims["sinks without a key"] = not out[0, :, 1].any()
@@ -2530,11 +2520,8 @@ def check_refusals(_device: str) -> dict[str, bool]:
     fused = functools.partial(MultiHeadAttention, 4, 2, attend=attend_fused)
     small = functools.partial(DecoderOnlyLM, 3, 16)
     claims |= check_refuses(small, make_block=lambda _: nn.Identity())
-
-    def widths(layer: int) -> nn.Module:
-        attn = MultiHeadAttention(16, 2, head_dim=4 + 2 * layer, rope=True)
-        return ModernDecoderBlock(16, attn=attn)
-
+    wide = functools.partial(MultiHeadAttention, 16, 2, rope=True)
+    blocks = [ModernDecoderBlock(16, attn=wide(head_dim=head_dim)) for head_dim in (4, 6)]
     table = """
         build_rope_cache(4, 5) -> ValueError; head_dim; 5
         build_rope_cache(4, 4, dtype=torch.int64) -> TypeError; dtype; int64
@@ -2548,12 +2535,14 @@ def check_refusals(_device: str) -> dict[str, bool]:
         small(windows=3) -> TypeError; windows; 3
         small(rope_dim=1) -> ValueError; rope_dim; 1
         small(rope_dim=4) -> ValueError; rope_dim; 2; 4
-        small(make_block=widths) -> ValueError; rope_dim; [4, 6]
-        small(make_block=lambda layer: widths(1 // (1 - layer))) -> ZeroDivisionError
+        small(make_block=blocks.__getitem__) -> ValueError; rope_dim; [4, 6]
+        small(make_block=lambda layer: nn.Linear(1, 1 // (1 - layer))) -> ZeroDivisionError
     """
     claims |= check_table(table, locals())
     claims["fused without soft cap"] = fused().logit_softcap is None
-    claims["rope_dim given"] = small(make_block=widths, rope_dim=4).blocks[1].attn.rope_dim == 6
+    claims["rope_dim given"] = (
+        small(make_block=blocks.__getitem__, rope_dim=4).blocks[1].attn.rope_dim == 6
+    )
     return claims
 
 
@@ -2601,8 +2590,12 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
     claims = check_refuses(attn, "coshalf sinhalf", [cache], x=y, **good)
     claims |= check_refuses(cache.append, "k_new2 v_new2", [cache], k_new=k, v_new=k)
     claims |= check_refuses(cache.truncate, "length0", [cache], length=3)
-    attends = functools.partial(attn, kv_cache=cache)
+    attends, shard = functools.partial(attn, kv_cache=cache), copy.deepcopy(attn)
+    shard.k_proj = nn.Linear(16, 6).to(device)  # one and a half heads
+    latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=8, nope_dim=4, v_dim=4).to(device)
     table = """
+        latent(x, cos=cos, sin=sin) -> ValueError; cos; 8; [3, 4]
+        shard(x, cos=cos, sin=sin) -> ValueError; head_dim=4; n_kv_heads; ranks
         attends(y, cos=cos) -> ValueError; cos and sin; None
         attends(y, sin=sin) -> ValueError; cos and sin; None
         attn(y, cos=cos, sin=sin, start_pos=-1) -> ValueError; start_pos; above -1
@@ -2618,13 +2611,7 @@ def check_cache_refusals(device: str) -> dict[str, bool]:
     claims |= check_table(table, locals(), [cache])
     attends(y, cos=cos, sin=sin, mask=seen[None, :1].expand(2, -1, -1))
     claims["goes on"] = cache.next_pos == 4 and torch.equal(cache.k[:, :, :3], before)
-    latent = MultiHeadLatentAttention(16, 4, kv_rank=6, rope_dim=8, nope_dim=4, v_dim=4)
-    attn.k_proj = nn.Linear(16, 6).to(device)  # a shard of one and a half heads
-    table = """
-        latent.to(device)(x, cos=cos, sin=sin) -> ValueError; cos; 8; [3, 4]
-        attn(x, cos=cos, sin=sin) -> ValueError; head_dim=4; n_kv_heads; ranks
-    """
-    return claims | check_table(table, locals())
+    return claims
 
 
 def check_generate_refusals(device: str) -> dict[str, bool]:
@@ -2633,6 +2620,9 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
     ids = torch.tensor([[1, 2, 3], [3, 2, 1]], device=device)
     caches, logits = lm.new_caches(), lm(ids)
     lm(ids, kv_caches=caches)
+    broken, longer = copy.deepcopy(lm), copy.deepcopy(lm)
+    broken.blocks[1] = nn.Linear(8, 8).to(device)  # takes no mask; fails behind an append
+    longer.blocks.append(nn.Identity())
     seen, uneven, short = ids > 0, [caches[0], KVCache()], [caches[0], KVCache(max_len=4)]
     lm.blocks[1](lm.embedding(ids), *build_rope_cache(3, 4, device=device), kv_cache=short[1])
     hole = torch.tensor([[False, True, False, True]] * 2, device=device)
@@ -2666,23 +2656,12 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
         lm.generate(long[:, :4], 1, key_padding_mask=hole) -> ValueError; key_padding_mask
         next_token_loss(logits, ids + 4) -> ValueError; ids; 7
         next_token_loss(logits, ids - 4) -> ValueError; ids; -3
+        broken.generate(ids, 1) -> TypeError; mask
+        broken(ids, kv_caches=caches) -> TypeError; mask
+        longer(ids) -> ValueError; windows; 3
     """
     claims |= check_table(table, locals(), caches)
-    lm.train()
-    table = """
-        lm.generate(ids, 1) -> {error}
-        lm(ids, kv_caches=caches) -> {error}
-    """
-    for broken in ("final_norm", "lm_head", "blocks"):  # each fails behind an append
-        kept, odd = getattr(lm, broken), nn.Linear(8, 8).to(device)
-        setattr(lm, broken, nn.ModuleList([kept[0], odd]) if broken == "blocks" else odd)
-        error = "TypeError" if broken == "blocks" else "RuntimeError"
-        with torch.set_grad_enabled(broken != "blocks"):
-            failed = check_table(table.format(error=error), locals(), caches)
-        claims[f"{broken} fails"] = all(failed.values()) and all(m.training for m in lm.modules())
-        setattr(lm, broken, kept)
-    lm.blocks.append(nn.Identity())
-    claims["a block more"] = check_raises(ValueError, lambda: lm(ids), "windows", 3)
+    claims["training flags"] = all(part.training for part in broken.modules())
     wide = next_token_loss(torch.zeros(2, 2, 300, device=device), ids[:, :2].byte() + 250)
     claims["uint8 ids under 300 tokens"] = abs(wide.item() - math.log(300)) < 1e-5
     return claims
@@ -2770,11 +2749,10 @@ def check_masks(device: str) -> dict[str, bool]:
     keep, four = keep.to(device), q.expand(3, 4, 3, 16)
     for path in CHECK_PATHS:
         good = {"q": q, "k": k, "v": k, "keep": keep, "scale": 0.5}
-        claims |= check_refuses(path, "q1 v3 keep0 keep3 keeprank", **good)
+        claims |= check_refuses(path, "q1 v3 keep3 keeprank", **good)
         table = """
             path(four, *[four[:, :3, :2]] * 2) -> ValueError; q; 4; 3
             path(four, *[four[:, :0, :2]] * 2) -> ValueError; q; 4; 0
-            path(q, k, k, keep[:2]) -> ValueError; keep; [2, 1, 3, 2]
             path(q[..., :0], k[..., :0], k) -> ValueError; q; [3, 1, 3, 0]
             path(q, k, k, logit_softcap=0) -> ValueError; logit_softcap; 0
         """
