@@ -52,7 +52,7 @@ PATIENCE = 5  # times as many seconds by the clock, when the machine has other t
 LIKELY = 64  # assignments after which known mistakes are looked for, before others are tried
 ASSIGNMENTS = 300  # tried before their parameters count as read
 SEARCH = 2.0  # seconds of computing for them at the most
-DEEPER = 0.2  # what a unit more speaks for an assignment that is searched on
+DEEPER = (0.2, 1.5)  # what a unit more speaks for an assignment: nearly by cost, nearly greedy
 NAMING = 0.6  # seconds of computing for trying pairs of mistakes
 
 
@@ -881,7 +881,9 @@ class Reading:
             cost += 0.0 if piece.index in digits else 1.0
         return cost
 
-    def assignments(self, until: float) -> Iterator[tuple[dict[str, Tensor], tuple] | None]:
+    def assignments(
+        self, until: float, deeper: float
+    ) -> Iterator[tuple[dict[str, Tensor], tuple] | None]:
         """Layouts of all their parameters, each place used once, about in the order of cost."""
         if not self.options or not all(self.options):
             return
@@ -906,10 +908,10 @@ class Reading:
                     keys = {next(iter(choice.layout)): choice.key for choice in chosen}
                     yield layout, (self.turned, tuple(sorted(keys.items())))
                 continue
-            spent = cost - least[depth] + DEEPER * depth
+            spent = cost - least[depth] + deeper * depth
             for choice in options[depth]:
                 if not covered & choice.covers:
-                    total = spent + choice.cost + least[depth + 1] - DEEPER * (depth + 1)
+                    total = spent + choice.cost + least[depth + 1] - deeper * (depth + 1)
                     state = (
                         total,
                         -depth - 1,
@@ -1023,9 +1025,9 @@ class Theirs:
         """
         first, seen = self.reading(sizes), set()
         square = any(first.is_square(unit) for unit in first.units)
-        ways = itertools.product((True, False) if square else (True,), (False, True))
+        ways = itertools.product((True, False) if square else (True,), (False, True), DEEPER)
         until = time.process_time() + self.seconds
-        streams = [self.reading(sizes, *way).assignments(until) for way in ways]
+        streams = [self.reading(sizes, *way).assignments(until, deeper) for *way, deeper in ways]
         for several in itertools.zip_longest(*streams):
             for one in several:
                 if one is not None and one[1] not in seen:
