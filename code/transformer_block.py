@@ -2539,8 +2539,8 @@ def demo_D11(device: str = "cpu") -> tuple[bool, str]:
     step = functools.partial(attn, x[:, 4:5], cos=cos, sin=sin, kv_cache=cache)
     attn(x[:, :4], cos=cos, sin=sin, kv_cache=cache)
     stored = cache.k.clone()
-    inconsistent = check_raises(ValueError, lambda: step(start_pos=3), "start_pos", "next_pos=4", 3)
-    survived = cache.next_pos == 4 and torch.equal(cache.k, stored)
+    table = "step(start_pos=3) -> ValueError; start_pos; next_pos=4; 3"
+    inconsistent = all(check_table(table, locals(), [cache]).values())
     step(start_pos=4)
     consistent = cache.next_pos == 5 and torch.equal(cache.k[:, :, :4], stored)
     table = """
@@ -2555,7 +2555,6 @@ def demo_D11(device: str = "cpu") -> tuple[bool, str]:
         f"inconsistent start_pos vs non-empty cache raises ValueError: {inconsistent}; consistent "
         f"start_pos does not raise: {consistent}; cache.reset() clears state: {cleared}; append() "
         f"with mismatched batch/shape raises ValueError: {mismatched}",
-        survived=survived,
         **check_more(device, check_cache_refusals, check_generate_refusals),
     )
 
@@ -2611,12 +2610,11 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
     lm.blocks[1](lm.embedding(ids), *build_rope_cache(3, 4, device=device), kv_cache=short[1])
     hole = torch.tensor([[False, True, False, True]] * 2, device=device)
     long, empty = ids.repeat(1, 2), functools.partial(lm.generate, ids, 0)
-    both = torch.cat((seen, seen), 1)
-    good = {"ids": ids, "key_padding_mask": both, "mask": both[:1].expand(3, -1)}
+    good = {"ids": ids, "key_padding_mask": long > 0, "mask": (long > 0)[:1].expand(3, -1)}
     claims = check_refuses(functools.partial(lm, kv_caches=caches), "", caches, **good)
     draws = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 2, "top_p": 0.5, "eos_id": 6}
     sample = functools.partial(lm.generate, generator=torch.Generator(device))
-    free = "ids1 max_new_tokens0 temperature0 eos_id0 logits0 logits1 logits2 logitshalf"
+    free = "ids1 max_new_tokens0 temperature0 eos_id0 logits0 logits1 logitshalf"
     claims |= check_refuses(sample, free, caches, ids=ids, key_padding_mask=seen, **draws)
     sampling = {name: draws[name] for name in ("temperature", "top_k", "top_p")}
     claims |= check_refuses(pick_next_token, free, logits=logits[0], **sampling)
@@ -2654,22 +2652,21 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
 @check_seeded(12)
 def demo_D12(device: str = "cpu") -> tuple[bool, str]:
     """Cross-attention refuses rotation and caches, and works without them."""
-    x, memory = torch.randn(1, 4, 32).to(device), torch.randn(1, 6, 32).to(device)
+    x, memory = torch.randn(2, 4, 32).to(device), torch.randn(2, 6, 32).to(device)
     rotated = MultiHeadAttention(32, 4, rope=True).to(device)
     plain, cache = MultiHeadAttention(32, 4).to(device), KVCache()
     cos, sin = build_rope_cache(6, 8, device=device)
     words = ("memory", "rope=True", "kv_cache")
     rope = check_raises(ValueError, lambda: rotated(x, memory, cos=cos, sin=sin), *words)
     cached = check_raises(ValueError, lambda: plain(x, memory, kv_cache=cache), *words)
-    out, (k, v) = plain(x, memory)
+    out, (k, v) = plain(x[:1], memory[:1])
     works = out.shape == (1, 4, 32) and bool(out.isfinite().all())
     layer = VanillaSeq2SeqDecoderLayer2017(32, 4, 32).to(device)
-    padding = torch.ones(2, 6, dtype=torch.bool, device=device)
-    two = {"x": x.repeat(2, 1, 1), "memory": memory.repeat(2, 1, 1)}
-    mask = padding[0, :4, None] & padding[0]  # (T, S)
-    refused = check_refuses(plain, mask=mask, key_padding_mask=padding, **two)
-    given = {"key_padding_mask": padding[:, :4], "memory_key_padding_mask": padding}
-    refused |= check_refuses(layer, mask=mask[:, :4], **given, **two)
+    padding, good = torch.ones(2, 6, dtype=torch.bool, device=device), {"x": x, "memory": memory}
+    mask = padding[:1].expand(4, -1)  # (T, S)
+    refused = check_refuses(plain, mask=mask, key_padding_mask=padding, **good)
+    good |= {"key_padding_mask": padding[:, :4], "memory_key_padding_mask": padding}
+    refused |= check_refuses(layer, mask=mask[:, :4], **good)
     return check_claims(
         f"cross-attention + RoPE raises ValueError: {rope}; cross-attention + KV cache raises "
         f"ValueError: {cached}; plain cross-attention (no RoPE/cache) still works, "
@@ -2737,6 +2734,7 @@ def check_masks(device: str) -> dict[str, bool]:
         table = """
             path(four, *[four[:, :3, :2]] * 2) -> ValueError; q; 4; 3
             path(four, *[four[:, :0, :2]] * 2) -> ValueError; q; 4; 0
+            path(q, k, k, keep[None]) -> ValueError; keep; [1, 3, 1, 3, 2]
             path(q[..., :0], k[..., :0], k) -> ValueError; q; [3, 1, 3, 0]
             path(q, k, k, logit_softcap=0) -> ValueError; logit_softcap; 0
         """
