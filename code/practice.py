@@ -53,6 +53,7 @@ LIKELY = 64  # assignments after which known mistakes are looked for, before oth
 ASSIGNMENTS = 300  # tried before their parameters count as read
 SEARCH = 2.0  # seconds of computing for them at the most
 DEEPER = (0.2, 1.5)  # what a unit more speaks for an assignment: nearly by cost, nearly greedy
+UNKNOWN = "no known mistake"
 NAMING = 0.6  # seconds of computing for trying pairs of mistakes
 
 
@@ -719,11 +720,13 @@ def units_of(module: nn.Module) -> list[Unit]:
         own = {name: p for name, p in part.named_parameters(path, recurse=False) if p.numel() > 1}
         own = {name: p for name, p in own.items() if p.requires_grad}
         pairs: dict[str, str] = {}
-        for name, p in own.items():
+        for name, p in sorted(own.items(), key=lambda item: -item[1].ndim):
             head, dot, last = name.rpartition(".")
             for old, new in PAIRS:
                 other = head + dot + last.replace(old, new)
-                if other == name or other not in own or other in pairs.values():
+                if other == name or other not in own or {name, other} & {*pairs.values()}:
+                    continue
+                if old in ("a", "g") and last != old:  # letters of many other names
                     continue
                 vector = own[other].ndim == 1 or own[other].ndim < p.ndim
                 if vector and (p.ndim > 1 or p.shape == own[other].shape):
@@ -985,7 +988,7 @@ class Theirs:
 
     def __init__(self, exercise: "Exercise", cls: type, like: Known):
         self.exercise, self.cls, self.like = exercise, cls, like
-        self.seconds = SEARCH
+        self.seconds, self.all_tried = SEARCH, False
         self.modules: dict[tuple, nn.Module] = {}
         self.readings: dict[tuple, dict[tuple, Reading]] = {}
         self.layouts: dict[tuple, dict[str, Tensor]] = {}
@@ -1033,6 +1036,7 @@ class Theirs:
                 if one is not None and one[1] not in seen:
                     seen.add(one[1])
                     yield one
+        self.all_tried = time.process_time() < until
 
     def assign(self, sizes: dict[str, int], layout: dict[str, Tensor], keys: tuple) -> None:
         self.layouts, self.keys = {key_of(sizes): layout}, keys
@@ -3901,7 +3905,7 @@ def verdict(
     elif found.where == "raised":
         lines = [*([mistake] if mistake else []), f"case: {case.call}", *found.lines]
     else:
-        lines = [mistake or "no known mistake", f"case: {case.call}"]
+        lines = [mistake or UNKNOWN, f"case: {case.call}"]
         lines += [f"{found.where}: {line}" for line in found.lines]
         if isinstance(theirs.subject, Theirs) and found.where == "the gradient of the parameters":
             lines[-1] = theirs.subject.gradient_in_words(found.lines[0])
@@ -3975,7 +3979,12 @@ class Search:
             return unrecognised(self.exercise, module, template), None
         found = self.judgement(self.fitting[0] if self.fitting else 0)
         wrong = list(self.answer.differences(found))
-        return verdict(self.exercise, wrong, (), found), found.subject
+        judged = verdict(self.exercise, wrong, (), found)
+        if not self.theirs.all_tried and judged.lines[0] == UNKNOWN:
+            unsure = f"{UNKNOWN} in the {len(self.tried)} likeliest readings of its parameters;"
+            lines = (f"{unsure} names such as q, k, v, o make it sure", *judged.lines[1:])
+            judged = judged._replace(lines=lines)
+        return judged, found.subject
 
     def attempt(self, assignment: tuple[dict, tuple]) -> Judgement | None:
         """The judgement, when all cases give what the answer gives."""

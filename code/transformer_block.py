@@ -762,13 +762,14 @@ class MixtureFFN(nn.Module):
         weights, chosen = self.router(tokens)  # (N, k)
         order = chosen.flatten().argsort()  # the choices of the first expert, of the second, …
         sizes = count_choices(chosen, len(self.experts)).tolist()  # the one wait for the device
-        weight = weights.flatten()[order, None]  # (N*k, 1)
-        rows = tokens.index_select(0, order // chosen.shape[1])  # (N*k, d)
-        pieces = (weight * rows if self.weigh_input else rows).split(sizes)
-        out = torch.cat([ffn(piece) for ffn, piece in zip(self.experts, pieces)])  # (N*k, d)
-        out = out if self.weigh_input else weight * out
-        out = torch.empty_like(out).index_copy(0, order, out)
-        out = out.unflatten(0, chosen.shape).sum(dim=1).to(x.dtype).view_as(x)
+        rows = (order // chosen.shape[1]).split(sizes)  # of each expert's tokens
+        shares = weights.flatten()[order, None].split(sizes)
+        out = torch.zeros_like(tokens)
+        for ffn, row, share in zip(self.experts, rows, shares):
+            given = tokens.index_select(0, row)
+            given = ffn(share * given) if self.weigh_input else share * ffn(given)
+            out.index_add_(0, row, given.to(x.dtype))
+        out = out.view_as(x)
         return out if self.shared is None else out + self.shared(x)
 
 
