@@ -2155,9 +2155,8 @@ def check_attention(device: str) -> dict[str, bool]:
     """Both attention paths against a loop over queries; every option of MultiHeadAttention."""
     q, k = check_draw(2, 4, 4, 6, device=device), check_draw(2, 2, 3, 6, device=device)
     v, claims = check_draw(2, 2, 3, 7, device=device), {}
-    # the first query of the second sample may attend to nothing
     keep = torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device) > 0
-    keep = keep[:, None]  # (B, 1, 2, S)
+    keep = keep[:, None]  # (B, 1, 2, S); the second sample's first query may attend to nothing
     rows, two, every = keep[:1, 0, :1], q[:, :, :2], keep[0, 0, 0, 0]
     cases = [  # a mask of each rank; fewer queries than keys, one, as many, more
         *((two, keep, False, None), (two, rows, False, 2), (two, every, False, None)),
@@ -2731,8 +2730,9 @@ def check_masks(device: str) -> dict[str, bool]:
     q, k, keep = x.view(3, 1, 3, 16), x[:, None, :2], torch.ones(3, 1, 3, 2, dtype=torch.bool)
     keep, four = keep.to(device), q.expand(3, 4, 3, 16)
     for path in CHECK_PATHS:
-        good = {"q": q, "k": k, "v": k, "keep": keep, "scale": 0.5}
+        good, one = {"q": q, "k": k, "v": k, "keep": keep, "scale": 0.5}, q[:, :, 2:]
         claims |= check_refuses(path, "q1 v3 keep3 keeprank", **good)
+        claims[path.__name__] = check_close(path(one, k, k), reference_attention(one, k, k))
         table = """
             path(four, *[four[:, :3, :2]] * 2) -> ValueError; q; 4; 3
             path(four, *[four[:, :0, :2]] * 2) -> ValueError; q; 4; 0
