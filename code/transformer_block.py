@@ -2441,9 +2441,9 @@ def check_mixtures(device: str) -> dict[str, bool]:
     for dtype in (torch.float16, torch.bfloat16):
         half = MixtureFFN(SigmoidRouter(6, 2, 1), [GatedFFN(6, 5)] * 2).to(device, dtype)
         moe, low = MoEFFN(6, 5).to(device, dtype), x.to(dtype)
-        made = [half(low), half.router(low[0])[0], moe(low)]
+        made = [half(low), half.router(low[0])[0], moe(low[0, :1])]  # one token: a loss above 1
         wide = half.router.aux_loss.dtype == moe.aux_loss.dtype == torch.float32
-        claims[f"{dtype}"] = wide and all(t.dtype == dtype for t in made)
+        claims[f"{dtype}"] = wide and all(t.dtype == dtype for t in made) and moe.aux_loss > 1
     half.router.selection_bias = torch.tensor([0.0, 1e-4], device=device)
     half.router.router.weight.data.zero_()  # both score 0.5, and 0.5001 is no bfloat16
     half(low)
