@@ -1439,7 +1439,7 @@ CHECK_DEFAULTS = """
     SoftmaxRouter True 1.0 1 1 False; SigmoidRouter True 1.0 1 1 True; MixtureFFN None False
     ClampedGatedFFN 1.702 7.0; RMSNorm 1e-06; KVCache None; MultiHeadLatentAttention None
     MultiHeadAttention None None False None False False None None 1e-06 attend
-    SinkAttention.forward None False None None; attend None False None None
+    SinkAttention.forward None False None None; attend None False None None; SinkAttention
     build_rope_cache 10000.0 None torch.float32; kv_cache_bytes 1 2; gated_hidden_size 1 1.0
     DecoderOnlyLM 96 2 8 2 256 2048 10000.0 None None None True 1.0 None 1e-06
     DecoderOnlyLM.stream None 0.0 None None None None; pick_next_token 0.0 None None None
@@ -1673,26 +1673,6 @@ def reference_layer(attn: nn.Module, x: Tensor, keep: Tensor | None, memory: Ten
     return reference_output(out, attn.o_proj), k, v
 
 
-def reference_ffn(ffn: nn.Module, x: Tensor) -> Tensor:
-    """The formulas; experts one token at a time."""
-    if isinstance(ffn, (MoEFFN, MixtureFFN)):
-        router, shared = (ffn, None) if isinstance(ffn, MoEFFN) else (ffn.router, ffn.shared)
-        first, out = getattr(ffn, "weigh_input", False), torch.zeros_like(x)
-        out = out if shared is None else reference_ffn(shared, x)
-        for at in itertools.product(*map(range, x.shape[:-1])):
-            for e, weight in reference_route(router, x[at]).items():
-                before, after = (weight, 1.0) if first else (1.0, weight)
-                out[at] += after * reference_ffn(ffn.experts[e], before * x[at])
-        return out
-    parts = {name: (part.weight, part.bias) for name, part in ffn.named_children()}
-    up, gate = F.linear(x, *parts["up"]), F.linear(x, *parts.get("gate", parts["up"]))
-    if isinstance(ffn, ClampedGatedFFN):
-        gate, up = gate.clamp(max=ffn.limit), up.clamp(-ffn.limit, ffn.limit) + 1
-        return F.linear(up * gate / (1 + torch.exp(-ffn.alpha * gate)), *parts["down"])
-    hidden = ffn.act(gate) * (up if "gate" in parts else 1.0)
-    return F.linear(hidden, *parts["down"])
-
-
 def reference_scores(router: nn.Module, token: Tensor) -> list[float]:
     """What the experts score for one token, in plain Python."""
     bias = 0.0 if router.router.bias is None else router.router.bias
@@ -1716,6 +1696,26 @@ def reference_route(router: nn.Module, token: Tensor) -> dict[int, float]:
     weights = {e: scores[e] for e in kept[: router.top_k]}
     total = sum(weights.values()) if router.renormalise else 1.0
     return {e: router.scale * weight / total for e, weight in weights.items()}
+
+
+def reference_ffn(ffn: nn.Module, x: Tensor) -> Tensor:
+    """The formulas; experts one token at a time."""
+    if isinstance(ffn, (MoEFFN, MixtureFFN)):
+        router, shared = (ffn, None) if isinstance(ffn, MoEFFN) else (ffn.router, ffn.shared)
+        first, out = getattr(ffn, "weigh_input", False), torch.zeros_like(x)
+        out = out if shared is None else reference_ffn(shared, x)
+        for at in itertools.product(*map(range, x.shape[:-1])):
+            for e, weight in reference_route(router, x[at]).items():
+                before, after = (weight, 1.0) if first else (1.0, weight)
+                out[at] += after * reference_ffn(ffn.experts[e], before * x[at])
+        return out
+    parts = {name: (part.weight, part.bias) for name, part in ffn.named_children()}
+    up, gate = F.linear(x, *parts["up"]), F.linear(x, *parts.get("gate", parts["up"]))
+    if isinstance(ffn, ClampedGatedFFN):
+        gate, up = gate.clamp(max=ffn.limit), up.clamp(-ffn.limit, ffn.limit) + 1
+        return F.linear(up * gate / (1 + torch.exp(-ffn.alpha * gate)), *parts["down"])
+    hidden = ffn.act(gate) * (up if "gate" in parts else 1.0)
+    return F.linear(hidden, *parts["down"])
 
 
 def reference_block(block: nn.Module, x: Tensor, keep: Tensor, memory: Tensor | None = None,
@@ -2899,8 +2899,8 @@ def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
         if name not in needed:
             needed.add(name)
             text, tree = definitions[name]
-            used = text.split() if isinstance(tree, ast.Assign) else []  # a table names classes
-            words.update(used, (p.id for p in ast.walk(tree) if isinstance(p, ast.Name)))
+            table = text.replace(".", " ") if isinstance(tree, ast.Assign) else ""  # names classes
+            words.update(table.split(), (p.id for p in ast.walk(tree) if isinstance(p, ast.Name)))
             queue += words & definitions.keys() - needed
     header = ""
     for node in imports:
