@@ -914,7 +914,7 @@ def extras(model: nn.Module) -> str:
         found.append("norm on latents")
     if isinstance(getattr(attn, "q_proj", None), nn.Sequential):
         found.append("QK-norm, whole q and k")
-    elif not hasattr(attn, "q_rank") and not isinstance(attn.q_norm, nn.Identity):
+    elif not hasattr(attn, "q_rank") and attn.q_norm is not None:
         per_head = isinstance(attn.q_norm, tb.RMSNorm)
         found.append("QK-norm per head" if per_head else "QK-norm after RoPE")
     if getattr(attn, "logit_softcap", None):

@@ -60,10 +60,7 @@ def build_causal_mask(
 
 
 def without_later_keys(keep: Tensor | None, T: int, S: int, device: torch.device | str) -> Tensor:
-    """keep, or all of [T, S], without the keys later than each query; the last stand side by side.
-
-    Queries before the first key (T > S) are left with none.
-    """
+    """keep, or all of [T, S], without keys later than each query; the last two are side by side."""
     q_positions, k_positions = (torch.arange(start, S, device=device) for start in (S - T, 0))
     seen = k_positions <= q_positions[:, None]  # (T, S)
     return seen if keep is None else keep & seen
@@ -161,43 +158,45 @@ class KVCache:
         """
         B, G, _, width = self._k.shape if self.next_pos else ("B", "G", "T", "width")
         B, G, T, _ = require_tensor("k_new", k_new, B, G, "T", width)
-        width = self._v.shape[3] if self.next_pos else "width"
-        require_tensor("v_new", v_new, B, G, T, width)
-        for name, new, stored in (("k_new", k_new, self._k), ("v_new", v_new, self._v)):
-            like = stored if self.next_pos else k_new
+        require_tensor("v_new", v_new, B, G, T, self._v.shape[3] if self.next_pos else "width")
+        like = self._k if self.next_pos else k_new
+        for name, new in (("k_new", k_new), ("v_new", v_new)):
             if new.dtype != like.dtype or new.device != like.device:
                 came, wanted = (f"{t.dtype} on {t.device}" for t in (new, like))
                 raise TypeError(f"{name} must be {wanted}, got {came}")
-        end = self.next_pos + T
+        start, end = self.next_pos, self.next_pos + T
         if self.max_len is not None and end > self.max_len:
             raise ValueError(f"max_len={self.max_len} positions cannot hold {end}")
-        self._k, self._v = self._extended(self._k, k_new, end), self._extended(self._v, v_new, end)
+        if torch.is_grad_enabled():
+            k, v = ((self.k,), (self.v,)) if start else ((), ())
+            self._k, self._v = torch.cat((*k, k_new), dim=2), torch.cat((*v, v_new), dim=2)
+        else:
+            if not start or not self._writable or end > self._k.shape[2]:
+                self._k, self._v = self._room(self._k, k_new, end), self._room(self._v, v_new, end)
+            self._k[:, :, start:end] = k_new
+            self._v[:, :, start:end] = v_new
         self._writable = not torch.is_grad_enabled()
         self.next_pos = end
         return self._k[:, :, :end], self._v[:, :, :end]
 
-    def _extended(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
-        """The buffer with new at next_pos … end, or a new buffer where it has no such room."""
+    def _room(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
+        """A buffer for end positions like new with what is stored, or the one that reset kept."""
         start = self.next_pos
-        if torch.is_grad_enabled():
-            return torch.cat((buffer[:, :, :start], new), dim=2) if start else new.clone()
-        room = buffer.shape[2] if buffer is not None and self._writable else -1
+        room = self.max_len or start + end  # exact at first, at least double afterwards
         like = (*new.shape[:2], room, new.shape[3]), new.dtype, new.device
-        if end > room or like != (buffer.shape, buffer.dtype, buffer.device):
-            room = self.max_len or start + end  # exact at first, at least double afterwards
-            with torch.inference_mode(False):  # a tensor made there takes no writes outside
-                grown = new.new_empty((*new.shape[:2], room, new.shape[3]))
-            if start:
-                grown[:, :, :start] = buffer[:, :, :start]
-            buffer = grown
-        buffer[:, :, start:end] = new
-        return buffer
+        if self._writable and not start and like == (buffer.shape, buffer.dtype, buffer.device):
+            return buffer
+        with torch.inference_mode(False):  # a tensor made there takes no writes outside
+            grown = new.new_empty(like[0])
+        if start:
+            grown[:, :, :start] = buffer[:, :, :start]
+        return grown
 
     def reset(self) -> None:
         """Forget everything; with max_len the memory is kept."""
         self.next_pos = 0
         if self.max_len is None:
-            self._k = self._v = None
+            self._k = self._v = self._writable = None
 
     def truncate(self, length: int) -> None:
         """Keep the first length positions: what speculative decoding rolls back with."""
@@ -210,12 +209,12 @@ class KVCache:
         """A cache with memory of its own: two must not write into one buffer."""
         twin = object.__new__(type(self))
         k, v = (self.k.clone(), self.v.clone()) if self.next_pos else (None, None)
-        vars(twin).update(vars(self), _k=k, _v=v)
+        vars(twin).update(vars(self), _k=k, _v=v, _writable=None)
         return twin
 
     def __deepcopy__(self, memo: dict) -> "KVCache":
         twin = memo[id(self)] = copy.copy(self)  # deepcopy takes no tensor with a graph behind it
-        rest = {name: value for name, value in vars(self).items() if name not in ("_k", "_v")}
+        rest = {name: value for name, value in vars(twin).items() if name not in ("_k", "_v")}
         vars(twin).update(copy.deepcopy(rest, memo))
         return twin
 
@@ -379,8 +378,8 @@ class MultiHeadAttention(nn.Module):
         self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(n_q_heads * head_dim, d_model, bias=bias)
-        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
 
     def forward(self, x: Tensor, memory: Tensor | None = None, *, mask: Tensor | None = None,
                 key_padding_mask: Tensor | None = None, causal: bool = False,
@@ -396,12 +395,15 @@ class MultiHeadAttention(nn.Module):
             require_tensor("memory", memory, B, "S", self.d_model, layer=self.k_proj)
             source = memory
         keep = self.combined_mask(mask, key_padding_mask, B, T, cached + source.shape[1])
-        q = self.q_norm(self.split_heads(self.q_proj(x), self.head_dim))  # (B, H, T, head_dim)
-        k = self.k_norm(self.split_heads(self.k_proj(source), self.head_dim))  # (B, G, S, head_dim)
+        q = self.split_heads(self.q_proj(x), self.head_dim)  # (B, H, T, head_dim)
+        k = self.split_heads(self.k_proj(source), self.head_dim)  # (B, G, S, head_dim)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
         v = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)
         if self.rope:
             cos, sin = self.table_rows(cos, sin, start, T)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)  # (B, H+G, T, head_dim)
+            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)
         if kv_cache is not None:
             k, v = kv_cache.append(k, v)
         options = {"causal": causal, "scale": self.scale, "logit_softcap": self.logit_softcap}
@@ -414,7 +416,7 @@ class MultiHeadAttention(nn.Module):
         if projected.shape[-1] % head_dim:
             raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
                              f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
-        return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        return torch.unflatten(projected, -1, (-1, head_dim)).transpose(1, 2)
 
     @staticmethod
     def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
@@ -1109,8 +1111,7 @@ class DecoderOnlyLM(nn.Module):
         if T == 0:
             raise ValueError("ids must hold at least one token a row, got none")
         if T + max_new_tokens > self.max_len:
-            wanted = f"{T} + max_new_tokens={max_new_tokens}"
-            raise ValueError(f"ids and what follows, {wanted}, go past max_len={self.max_len}")
+            raise ValueError(f"max_len={self.max_len} < {T} ids + max_new_tokens={max_new_tokens}")
         require_left_padding(key_padding_mask, B, T)
         require_sampling(temperature, top_k, top_p, generator)
         ends = require_token_ids(eos_id, self.vocab_size)
@@ -1119,10 +1120,10 @@ class DecoderOnlyLM(nn.Module):
 
     def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
                ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
-        caches = self.new_caches()
+        caches, modules = self.new_caches(), list(self.modules())
         done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
         for _ in range(max_new_tokens):
-            training = [module for module in self.modules() if module.training]
+            training = [module for module in modules if module.training]
             try:
                 if training:
                     self.eval()
@@ -1251,8 +1252,7 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     dtype, sizes = tensor.dtype, tensor.shape
-    came = "bool" if dtype == torch.bool else "integer"
-    came = "floating" if dtype.is_floating_point else came
+    came = "floating" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
     if came != kind or dtype.is_complex:
         raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
     plain = type(layer) in (nn.Linear, nn.LayerNorm) and not layer._forward_pre_hooks
@@ -1606,10 +1606,10 @@ def reference_causal(T: int, S: int | None = None, window: int | None = None) ->
     return torch.tensor(rows, dtype=torch.bool)
 
 
-def reference_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """torch's own norms; nn.LayerNorm and nn.Identity are called as they are."""
+def reference_norm(norm: nn.Module | None, x: Tensor) -> Tensor:
+    """torch's own norms; another than RMSNorm is called as it is, and without one x stays."""
     rms = isinstance(norm, RMSNorm)
-    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps) if rms else norm(x)
+    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps) if rms else norm(x) if norm else x
 
 
 def reference_turn(x: Tensor, r: int, base: float = 10000.0, start: int = 0) -> Tensor:

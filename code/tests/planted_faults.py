@@ -327,11 +327,20 @@ ATTENTION = [
     Fault(
         "qk-norm-after-rotation",
         "MultiHeadAttention.forward",
-        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
-        "q = self.split_heads(self.q_proj(x), self.head_dim)\n"
-        "            k = self.split_heads(self.k_proj(source), self.head_dim)\n"
-        "            q = self.q_norm(apply_rope(q, cos, sin))\n"
-        "            k = self.k_norm(apply_rope(k, cos, sin))",
+        "        q = q if self.q_norm is None else self.q_norm(q)\n"
+        "        k = k if self.k_norm is None else self.k_norm(k)\n"
+        "        v = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)\n"
+        "        if self.rope:\n"
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
+        "  # (B, H+G, T, head_dim)\n"
+        "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n",
+        "        v = self.split_heads(self.v_proj(source), self.head_dim)\n"
+        "        if self.rope:\n"
+        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
+        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "        q = q if self.q_norm is None else self.q_norm(q)\n"
+        "        k = k if self.k_norm is None else self.k_norm(k)\n",
         "nothing with fresh weights; trained ones do not commute with it",
     ),
     Fault(
@@ -399,22 +408,25 @@ POSITIONS = [
     Fault(
         "values-rotated",
         "MultiHeadAttention.forward",
-        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
-        "q, k, v = (apply_rope(t, cos, sin) for t in (q, k, v))",
+        "q, k = turned.split((q.shape[1], k.shape[1]), dim=1)",
+        "q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
+        "            v = apply_rope(v, cos, sin)",
         "what is read depends on absolute position",
     ),
     Fault(
         "query-not-rotated",
         "MultiHeadAttention.forward",
-        "q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)",
-        "k = apply_rope(k, cos, sin)",
+        "q, k = turned.split((q.shape[1], k.shape[1]), dim=1)",
+        "k = turned[:, q.shape[1] :]",
         "scores depend on the key's position, not on the distance",
     ),
     Fault(
         "keys-rotated-twice",
         "MultiHeadAttention.forward",
         "            cos, sin = self.table_rows(cos, sin, start, T)\n"
-        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
+        "  # (B, H+G, T, head_dim)\n"
+        "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
         "        if kv_cache is not None:\n"
         "            k, v = kv_cache.append(k, v)\n",
         "            tables = cos, sin\n"
@@ -437,7 +449,9 @@ POSITIONS = [
         "position-after-the-append",
         "MultiHeadAttention.forward",
         "            cos, sin = self.table_rows(cos, sin, start, T)\n"
-        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+        "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
+        "  # (B, H+G, T, head_dim)\n"
+        "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
         "        if kv_cache is not None:\n"
         "            k, v = kv_cache.append(k, v)\n",
         "            k = apply_rope(k, *self.table_rows(cos, sin, start, T))\n"
@@ -467,9 +481,11 @@ CACHE = [
     ),
     Fault(
         "cache-overwrites",
-        "KVCache._extended",
-        "buffer[:, :, start:end] = new",
-        "buffer[:, :, start:end] = buffer[:, :, : end - start] = new",
+        "KVCache.append",
+        "            self._k[:, :, start:end] = k_new\n"
+        "            self._v[:, :, start:end] = v_new",
+        "            self._k[:, :, start:end] = self._k[:, :, :T] = k_new\n"
+        "            self._v[:, :, start:end] = self._v[:, :, :T] = v_new",
         "each step writes over the oldest keys as well",
     ),
     Fault(
@@ -484,7 +500,7 @@ CACHE = [
         "KVCache.reset",
         "        self.next_pos = 0\n"
         "        if self.max_len is None:\n"
-        "            self._k = self._v = None",
+        "            self._k = self._v = self._writable = None",
         "        self._k, self._v = torch.zeros_like(self._k), torch.zeros_like(self._v)",
         "the second prompt attends to a row of zeros for each old token",
     ),
