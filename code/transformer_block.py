@@ -32,8 +32,10 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-if __name__ == "__main__" and importlib.util.find_spec("torch") is None:
-    sys.exit("transformer_block.py needs torch; to install it: python3 -m pip install torch")
+if __name__ == "__main__":
+    gc.disable()  # a collection would walk the half million objects that importing torch makes
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("transformer_block.py needs torch; to install it: python3 -m pip install torch")
 
 import torch
 import torch.nn.functional as F
@@ -1119,16 +1121,15 @@ class DecoderOnlyLM(nn.Module):
 
     def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
                ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
-        caches, modules = self.new_caches(), list(self.modules())
+        given, modules = {"kv_caches": self.new_caches(), "last_only": True}, list(self.modules())
         done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
         for _ in range(max_new_tokens):
             training = [module for module in modules if module.training]
             try:
                 if training:
                     self.eval()
-                options = {"key_padding_mask": key_padding_mask, "last_only": True}
                 with torch.no_grad():
-                    logits = self(step, kv_caches=caches, **options)[:, 0]  # (B, V)
+                    logits = self(step, key_padding_mask=key_padding_mask, **given)[:, 0]  # (B, V)
                     drawn = pick_next_token(logits, *sampling)  # (B, 1)
             finally:
                 for module in training:
@@ -2392,7 +2393,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
         (SigmoidRouter, {"selection_bias": False}),
     ]
     for i, (kind, options) in enumerate(cases):
-        router = mixture = MoEFFN(6, 5, n_experts=8)
+        router = mixture = MoEFFN(6, 5, n_experts=1 if i else 8)
         experts, linear, k = mixture.experts, mixture.router, 3 if i else 1
         if i:
             router, shared = kind(*sizes, **options), DenseFFN(6, 5) if i > 1 else None
@@ -2408,9 +2409,9 @@ def check_mixtures(device: str) -> dict[str, bool]:
         mixture(x[0, :1].expand(2, -1)).sum().backward()
         used, twice = [n > 0 for n in router.tokens_per_expert], router.aux_loss
         taught = [any(p.grad.any() for p in ffn.parameters()) for ffn in experts]
-        mixture(x[0, :1])
+        router(x[0, :1])
         claims[f"{i} one token"] = check_close(router.aux_loss, twice)
-        mixture(x[0])
+        router(x[0])
         balancing = torch.autograd.grad(router.aux_loss, linear.weight)
         routes = [reference_route(router, token) for token in x[0]]
         scores = [reference_scores(router, token) for token in x[0]]
@@ -2817,10 +2818,11 @@ def check_devices(device: str) -> dict[str, bool]:
     lm = DecoderOnlyLM(7, 16, 1, 4, 2, 12, max_len=8, windows=[2]).to(device)
     decoder = VanillaSeq2SeqDecoderLayer2017(16, 4, 12).to(device)
     gpt2, moe = GPT2StyleDecoderLayer(16, 4, 12).to(device), MoEFFN(16, 12).to(device)
-    x, ids = torch.randn(2, 3, 16).to(device), torch.tensor([[1, 2]], device=device)
-    padding, claims = torch.ones_like(ids, dtype=torch.bool), {}
-    with torch.device("meta"):
-        grown, logits = lm.generate(ids, 2, key_padding_mask=padding, eos_id=3), lm(ids)
+    x, ids, claims = torch.randn(2, 3, 16).to(device), torch.tensor([[1, 2]], device=device), {}
+    with contextlib.ExitStack() as stack, torch.device("meta"):
+        stack.callback(setattr, nn.init, "normal_", nn.init.normal_)
+        nn.init.normal_ = lambda weight, **_: weight  # the one for "meta" takes a second to load
+        grown, logits = lm.generate(ids, 2, key_padding_mask=ids > 0, eos_id=3), lm(ids)
         made = [grown, logits, next_token_loss(logits, ids), decoder(x, x), moe(x)]
         made += [*build_rope_cache(3, 4, device=device), gpt2(x, kv_cache=KVCache())]
         tables = DecoderOnlyLM(7, 16, 1, 4, 2)._rope_tables
@@ -2973,11 +2975,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--device", help="cpu, cuda or mps (default: cpu)")
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
     streams = [s for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")]
-    errors, thawed = [stream.errors for stream in streams], gc.get_freeze_count() == 0
+    errors = [stream.errors for stream in streams]
     for stream in streams:
         stream.reconfigure(errors="replace")  # a terminal without ✓ and Δ must not stop the run
-    if thawed:
-        gc.freeze()  # a collection would walk the half million objects that importing torch leaves
     try:
         try:
             status = main_answer(parser, parser.parse_args(argv))
@@ -2988,8 +2988,6 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     finally:
-        if thawed:
-            gc.unfreeze()
         for stream, before in zip(streams, errors):
             stream.reconfigure(errors=before)
     return status
@@ -2997,4 +2995,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     atexit.register(gc.freeze)  # nor need the interpreter walk them on its way out
-    sys.exit(main())
+    status = main()
+    gc.enable()
+    sys.exit(status)
