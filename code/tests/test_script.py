@@ -275,7 +275,8 @@ def test_main_in_a_session_leaves_collector_and_streams(arguments, capsys):
 def test_run_inside_another_program_leaves_its_collector():
     run_it = f"sys.argv = ['x', '--list']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     code = f"import gc, runpy, sys\ntry: {run_it}\nexcept SystemExit: print(gc.isenabled())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     assert done.stdout.splitlines()[-1] == "True"
 
 
