@@ -437,7 +437,8 @@ class MultiHeadAttention(nn.Module):
         if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
             raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
         start = 0 if kv_cache is None else kv_cache.next_pos
-        start_pos = start if start_pos is None else start_pos
+        if start_pos is None:
+            return start
         require_value(int, above=-1, start_pos=start_pos)
         if kv_cache is not None and start_pos != start:
             raise ValueError(f"start_pos must be the cache's next_pos={start}, got {start_pos}")
@@ -1255,13 +1256,11 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     came = "floating" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
     if came != kind or dtype.is_complex:
         raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
-    plain = type(layer) in (nn.Linear, nn.LayerNorm) and not layer._forward_pre_hooks
-    like = layer.weight.dtype if plain else dtype
-    if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
-    wanted = shape
-    if shape[0] is ...:
-        wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
+    if type(layer) in (nn.Linear, nn.LayerNorm) and not layer._forward_pre_hooks:
+        like = layer.weight.dtype
+        if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
+            raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
+    wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:] if shape[0] is ... else shape
     fits = len(wanted) == len(sizes)
     for want, have in zip(wanted, sizes):
         fits = fits and (want == have or isinstance(want, str))
