@@ -1118,7 +1118,8 @@ class DecoderOnlyLM(nn.Module):
         require_sampling(temperature, top_k, top_p, generator)
         ends = require_token_ids(eos_id, self.vocab_size)
         sampling = temperature, top_k, top_p, generator
-        return self._steps(ids.long(), max_new_tokens, key_padding_mask, ends, sampling)
+        ids = ids.to(torch.int64, copy=True)
+        return self._steps(ids, max_new_tokens, key_padding_mask, ends, sampling)
 
     def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
                ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
@@ -1138,7 +1139,7 @@ class DecoderOnlyLM(nn.Module):
             step = torch.where(done, step[:, -1:], drawn)  # (B, 1)
             for token in ends:
                 done = done | (step == token)
-            yield step
+            yield step.clone()  # what the caller does with it must not reach the next step
             if ends and done.all():
                 return
             if key_padding_mask is not None:
