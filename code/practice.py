@@ -1563,6 +1563,8 @@ def attention_cases() -> list[Case]:
         case(**usual, mask=(causal & padding[:, None])[:, None]),
     ]
     cases += [case(**usual, mask=holes, grads=False)]
+    cases += [case(**tensors(1, 2, 1, 5, 5, 6, 3), mask=causal[:, 2:])]
+    cases += [case(**{**usual, "q": 2000 * usual["q"]}, grads=False)]  # where a bare exp overflows
     return [*cases, case(**tensors(2, 4, 2, 1, 7, 6, 3), mask=causal[-1:])]
 
 
@@ -1590,6 +1592,9 @@ def online_cases() -> list[Case]:
     rising = tensors(5, 7)
     rising["k"] = rising["k"] * torch.arange(1.0, 8)[:, None]
     falling = {**rising, "k": rising["k"].flip(0)}
+    # Scores near 1,000, 2,000, … 7,000: rising, falling, and as far below 0.
+    steep = {"q": 400 + rising["q"].abs(), "k": torch.arange(1.0, 8)[:, None].expand(7, 6)}
+    steep |= {"v": rising["v"]}
     cases = [
         case(**tensors(1, 2), block=2),
         case(**tensors(5, 7), block=7),
@@ -1600,6 +1605,9 @@ def online_cases() -> list[Case]:
         case(**rising, block=2),
         case(**falling, block=2),
         case(**tensors(5, 7, 2000.0), block=3),
+        case(**steep, block=2),
+        case(**{**steep, "k": steep["k"].flip(0)}, block=2),
+        case(**{**steep, "k": -steep["k"]}, block=2),
     ]
     large = tensors(48, 60)
 
@@ -2217,6 +2225,17 @@ KNOWN_MISTAKES = r"""
 * there is no softmax: the masked scores themselves are the weights
 -masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
 +masked_fill(~mask, 0)
+* exp is taken of the scores themselves, which overflows; first take the row's maximum off
+-scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++scores.masked_fill(~mask, -torch.inf).exp()
++    weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+* one maximum of all scores is taken off, so that rows of small ones vanish; each query has its own
+-scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
++(scores.masked_fill(~mask, -torch.inf) - scores.max()).exp()
++    weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+* the weights of a query are not divided by their sum
+-.softmax(dim=-1)
++.sub(scores.amax(dim=-1, keepdim=True)).exp()
 * sigmoid in place of the softmax; the weights of a query must sum to 1
 -.softmax(dim=-1)
 +.sigmoid()
@@ -2325,6 +2344,18 @@ KNOWN_MISTAKES = r"""
 -weights @ v_block  # (T, d_v)
 +weights @ v_block
 +        out = out / total
+* the maximum falls with a block of smaller scores; it must be the largest so far
+-new_largest = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
++new_largest = scores.amax(dim=1, keepdim=True)
+* the maximum starts at 0, and exp of scores far below it is 0; it must start at -inf
+-q.new_full((len(q), 1), -torch.inf)
++q.new_zeros(len(q), 1)
+* one maximum over all queries is taken off; each query has its own
+-scores.amax(dim=1, keepdim=True)
++scores.max()
+* what was summed is rescaled by exp(new - old), which grows; it must be exp(old - new)
+-torch.exp(largest - new_largest)
++torch.exp(new_largest - largest).nan_to_num(posinf=0.0)
 * no maximum is subtracted: exp overflows for large scores
 -new_largest = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
 +new_largest = torch.zeros_like(largest)
