@@ -1118,8 +1118,7 @@ class DecoderOnlyLM(nn.Module):
         require_sampling(temperature, top_k, top_p, generator)
         ends = require_token_ids(eos_id, self.vocab_size)
         sampling = temperature, top_k, top_p, generator
-        ids = ids.to(torch.int64, copy=True)
-        return self._steps(ids, max_new_tokens, key_padding_mask, ends, sampling)
+        return self._steps(ids.long(), max_new_tokens, key_padding_mask, ends, sampling)
 
     def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
                ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
@@ -2083,7 +2082,8 @@ def check_generation(device: str) -> dict[str, bool]:
         "training flags": modes == [False, True, True, False],
         "eos": ended[7] == [[5, 6, 7], [7, 7, 7]] and ended[0] == [[5, 6, 7, 8]],
         "several ids that end": ended[7, 6] == [[5, 6], [7, 7]],
-        "stream": [t.tolist() for t in counts.stream(prompts[:1], 2)] == [[[5]], [[6]]],
+        "stream": [(t.tolist(), t.zero_())[0] for t in counts.stream(prompts[:1], 2)]
+        == [[[5]], [[6]]],
         "no new tokens": torch.equal(empty, prompts) and empty.data_ptr() != prompts.data_ptr(),
         "sampled": sampled.shape == (2, 8) and not torch.equal(sampled, both),
     }
@@ -2426,7 +2426,7 @@ def check_mixtures(device: str) -> dict[str, bool]:
             f"{i} copies": not copy.copy(copy.deepcopy(router)).aux_loss.requires_grad,
             f"{i} idle": counted and taught == used and sum(used) < 7,
             f"{i} router learns": linear.weight.grad.any() and balancing[0].any(),
-            f"{i} output": check_close(mixture(x), reference_ffn(mixture, x)),
+            f"{i} output": check_close(mixture(x[:, :3]), reference_ffn(mixture, x[:, :3])),
             f"{i} none": mixture(x[:0]).shape == (0, 7, 6) and router.aux_loss.item() == 0,
         }
         if i:
