@@ -1122,10 +1122,10 @@ class DecoderOnlyLM(nn.Module):
 
     def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
                ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
-        given, modules = {"kv_caches": self.new_caches(), "last_only": True}, list(self.modules())
+        given = {"kv_caches": self.new_caches(), "last_only": True}
         done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
         for _ in range(max_new_tokens):
-            training = [module for module in modules if module.training]
+            training = [module for module in self.modules() if module.training]
             try:
                 if training:
                     self.eval()

@@ -721,6 +721,18 @@ def test_a_stream_goes_on_whatever_is_done_with_its_tokens():
     assert torch.equal(torch.cat(seen, dim=1), expected)
 
 
+def test_a_block_put_in_between_two_steps_runs_in_eval_mode_and_gets_its_flag_back():
+    model, seen = tb.DecoderOnlyLM(50, 16, 1, 4, 2, 32, max_len=12).eval(), []
+    steps = model.stream(torch.randint(50, (1, 4)), 3)
+    next(steps)
+    block = tb.ModernDecoderBlock(16, 4, 2, 32)
+    block.register_forward_pre_hook(lambda block, _: seen.append(block.ffn.training))
+    model.blocks[0] = block
+    next(steps)
+    assert seen == [False]
+    assert all(module.training for module in block.modules())
+
+
 def test_between_two_steps_gradients_and_training_flags_are_the_callers():
     model = make()
     before = mixed_modes(model)
