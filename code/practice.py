@@ -3799,13 +3799,8 @@ def explained(exercise: Exercise, faults: Iterable[Fault]) -> Exercise:
     return exercise
 
 
-def see(exercise: Exercise, mistake: str | None = None) -> str:
-    """Where to read: on the part that a mistake is one of, else on the exercise."""
-    if mistake is not None:
-        first, source = mistake.split(" AND ")[0], answer_source(exercise.name)
-        owners = [name for name, faults in FAULTS.items() if first in (f.says for f in faults)]
-        parts = [name for name in owners if re.search(rf"^(def|class) {name}\b", source, re.M)]
-        exercise = exercise if exercise.name in parts or not parts else EXERCISES[parts[0]]
+def see(exercise: Exercise) -> str:
+    """Where to read about it."""
     return f"see [{exercise.demo}] and {exercise.section} of the notes"
 
 
