@@ -313,7 +313,7 @@ def test_delta_net_in_half_precision_keeps_its_state_in_float32():
         out = [layer.to(dtype)(part, kv_cache=state)[0] for part in x.to(dtype).split(150, dim=1)]
         assert state.state.dtype == torch.float32 and out[0].dtype == dtype
         assert largest(torch.cat(out, dim=1).double(), exact) < limit * exact.abs().max()
-    with pytest.raises(ValueError, match=r"kv_cache.*float64.*float32"):
+    with pytest.raises(TypeError, match=r"kv_cache.*float64.*float32"):
         layer.double()(x.double(), kv_cache=state)
 
 
@@ -605,10 +605,12 @@ def test_hybrid_learns():
 
 def test_hybrid_refuses_what_a_state_cannot_do():
     model, ids = hybrid(), torch.randint(V, (1, 8))
-    with pytest.raises(ValueError, match="mask must be None"):
-        model(ids, mask=torch.ones(8, 8, dtype=torch.bool))
+    holes = torch.ones(8, 8, dtype=torch.bool)
+    holes[5, 2] = False
+    with pytest.raises(ValueError, match="mask must be causal within documents"):
+        model(ids, mask=holes)
     model.windows[0] = 4
-    with pytest.raises(ValueError, match="mask must be None"):
+    with pytest.raises(ValueError, match="mask must be causal within documents"):
         model(ids)
     with pytest.raises(TypeError, match="DeltaNetState"):
         hybrid()(ids, kv_caches=[tb.KVCache() for _ in range(4)])
@@ -761,14 +763,16 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("q[:, :, t, None] @ state)", "q[:, :, t - 1, None] @ state)"),
     ],
     "delta_rule_chunked": [
+        (".tril(-1).cumsum(dim=2)", ".tril().cumsum(dim=2)"),
+        ("between = behind.exp().tril()", "between = behind.exp()"),
         (
-            "(total[..., None] - total[..., None, :]).tril().exp()",
-            "(total[..., None] - total[..., None, :]).exp()",
+            "steps[..., None].expand(*steps.shape, steps.shape[2]).tril(-1).cumsum(dim=2)",
+            "steps.cumsum(2)[..., None] - steps.cumsum(2)[..., None, :]",
         ),
         ("system, right = beta * between", "system, right = between"),
         ("since * (q @ state)", "q @ state"),
         ("(v - since * (k @ state))", "(v - k @ state)"),
-        ("end.exp()[..., None] * state", "state"),
+        ("since[:, :, -1:] * state", "state"),
         ("(left * k).mT", "k.mT"),
         ("(between * (q @ k.mT)) @ u", "(between.tril(-1) * (q @ k.mT)) @ u"),
         ("unitriangular=True", "unitriangular=False"),
@@ -779,16 +783,38 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("enumerate(self.weight)", "enumerate(self.weight.flip(0))"),
         ("columns[:, T:].clone()", "columns[:, T:]"),
         ("columns[:, T:].clone()", "before.clone()"),
+        ("packing.strangers(width - 1 - lag)", "packing.strangers(lag)"),
+        ("read = read.masked_fill(", "read.masked_fill("),
+    ],
+    "DocumentPacking": [
+        ("(~real).long().argsort", "real.long().argsort"),
+        ("stable=True", "stable=True, descending=True"),
+        (".where(self.real, last)", ""),
+        ("return x.masked_fill(~self.real[..., None], 0)", "return x"),
+        ("x.gather(1, self.order[..., None].expand_as(x))", "x"),
+        (".scatter(1, self.order[..., None].expand_as(out), out)", " + out"),
+        ("log_decay.masked_fill(padding, 0)", "log_decay"),
+        ("log_decay.masked_fill(begins, -math.inf)", "log_decay"),
+        ("beta.masked_fill(padding, 0)", "beta"),
+        ("return ahead != self.document", "return ahead > self.document"),
+        ("+ self.real.sum(1, keepdim=True)", "+ self.real.shape[1]"),
+        ("return kept.masked_fill((owner", "return kept or ((owner"),
+        ("owner != self.document[:, -1:]", "owner != owner[:, -1:]"),
     ],
     "DeltaNetState": [
         ("self.next_pos + length, state, columns", "self.next_pos + 1, state, columns"),
-        ("self._before = self.next_pos, self.state, self.columns", "self._before = None"),
+        (
+            "self._before = self.next_pos, self.state, self.columns, self.real, self.begin",
+            "self._before = None",
+        ),
         ("if length == 0:", "if length < self.next_pos:"),
-        ("self.state.shape != shapes[0] or", ""),
+        ("if tensor.shape != shape:", "if False:"),
+        ("if tensor.dtype != dtype or tensor.device != x.device:", "if False:"),
+        ("value.clone() if", "value if"),
     ],
     "GatedDeltaNet": [
         ("F.silu(mixed)", "mixed"),
-        ("mixed, columns = self.conv(mixed, columns)", "mixed, _ = self.conv(mixed, columns)"),
+        ("mixed, columns = self.conv(", "mixed, _ = self.conv("),
         ("+ 1e-6) for t", "+ 1e-3) for t"),
         (
             "t.repeat_interleave(v.shape[1] // t.shape[1], dim=1)",
@@ -799,27 +825,38 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "F.softplus(self.decay_proj(x).to(v) + self.dt_bias)",
             "F.softplus(self.decay_proj(x).to(v))",
         ),
-        ("-speed.mT", "-speed.mT.exp()"),
-        ("self.A_log.to(v).exp() *", "self.A_log.to(v) *"),
+        ("log_decay = (-rate", "log_decay = (-1 / rate"),
+        ("self.A_log.to(v).clamp(max=80).exp()", "self.A_log.to(v).clamp(max=80)"),
+        (".clamp(max=80).exp()", ".exp()"),
         ("q * self.k_dim**-0.5", "q"),
         ("q * self.k_dim**-0.5", "q * self.v_dim**-0.5"),
         ("self.norm(out.transpose(1, 2)) * gate", "self.norm(out.transpose(1, 2) * gate)"),
         ("F.silu(self.gate_proj(x).to(v))", "F.sigmoid(self.gate_proj(x).to(v))"),
-        ("cache.update(T, state, columns)", "pass"),
+        ("cache.update(T, state, columns, real, begin)", "pass"),
+        ("cache.update(T, state, columns, real, begin)", "cache.update(T, state, columns)"),
+        ("x if packing is None else packing.front(x)", "x"),
+        ("(out if packing is None else packing.back(out))", "out"),
         (".uniform_(0.01, 16)", ".uniform_(0.01, 1)"),
-        (".to(state.dtype).split(self.widths", ".split(self.widths"),
+        (".to(state.dtype).split(widths", ".split(widths"),
     ],
     "require_recurrent": [
-        ("return x.masked_fill(~key_padding_mask[:, cached:, None], 0)", "return x"),
-        ("key_padding_mask[:, cached:, None]", "key_padding_mask[:, :T, None]"),
-        (
-            "x.masked_fill(~key_padding_mask[:, cached:, None], 0)",
-            "x * key_padding_mask[:, cached:, None]",
-        ),
-        ("if mask is not None or not causal:", "if mask is not None:"),
+        ("if mask is None and not causal:", "if False:"),
+        ("        require_forward()", "        pass"),
+        ("MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)", "pass"),
+    ],
+    "require_forward": [("_current_graph_task_id() != -1", "_current_graph_task_id() != -2")],
+    "read_documents": [
+        ("real[:, start:]", "real[:, :T]"),
+        ("if not torch.equal(real[:, :start], told):", "if False:"),
+        ("begin is not None and begin.any()", "False"),
+        ("torch.maximum(since, begin[:, None])", "since"),
+        ("if not torch.equal(mask.expand_as(seen), seen):", "if False:"),
+        ("mask.diagonal(start - 1, -2, -1)", "mask.diagonal(start, -2, -1)"),
+        ("since[:, -1] if T else begin", "begin"),
     ],
     "IndexedCache": [
         ("self.index.truncate(self.next_pos)", "pass"),
+        ("self.index.truncate(length)", "pass"),
         ("copy.deepcopy(self)", "self"),
     ],
     "ChosenRows": [
@@ -837,15 +874,17 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "weight = self.index_weight(x).to(wide).abs().mT",
         ),
         (
-            "return apply_rope(self.index_norm(self.index_k(x))[:, None], cos, sin)",
-            "return self.index_norm(self.index_k(x))[:, None]",
+            "return apply_rope(self.index_norm(self.index_k(x.detach()))[:, None], cos, sin)",
+            "return self.index_norm(self.index_k(x.detach()))[:, None]",
         ),
-        ("self.index_norm(self.index_k(x))", "self.index_k(x)"),
+        ("self.index_norm(self.index_k(x.detach()))", "self.index_k(x.detach())"),
         (
             "apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)",
             "MultiHeadAttention.split_heads(q, self.index_dim)",
         ),
-        ("self.attn.q_norm(self.attn.q_down(x))", "self.attn.q_down(x)"),
+        ("self.attn.q_norm(self.attn.q_down(x)).detach()", "self.attn.q_down(x).detach()"),
+        ("self.attn.q_norm(self.attn.q_down(x)).detach()", "self.attn.q_norm(self.attn.q_down(x))"),
+        ("self.index_k(x.detach())", "self.index_k(x)"),
         ("scores = scores.masked_fill(~keep, -math.inf)", "pass"),
         ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k - 1, dim=-1)"),
         ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k, dim=-1, largest=False)"),
@@ -902,6 +941,7 @@ PROOFS = {
     **dict.fromkeys(("OutputGatedAttention",), "A01"),
     **dict.fromkeys(("delta_rule_recurrent", "delta_rule_chunked", "CausalConvolution"), "A02"),
     **dict.fromkeys(("DeltaNetState", "GatedDeltaNet", "require_recurrent"), "A02"),
+    **dict.fromkeys(("DocumentPacking", "read_documents", "require_forward"), "A02"),
     **dict.fromkeys(("IndexedCache", "ChosenRows", "IndexedSparseAttention"), "A03"),
     **dict.fromkeys(("require_indexed",), "A03"),
     **dict.fromkeys(("sinkhorn", "HyperConnection", "StreamCollapse"), "A04"),
