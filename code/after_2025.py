@@ -37,9 +37,13 @@ from transformer_block import (
     RMSNorm,
     apply_rope,
     build_causal_mask,
+    combined_mask,
     require_parts,
     require_tensor,
     require_value,
+    split_heads,
+    start_position,
+    table_rows,
 )
 
 # =============================================================================================
@@ -296,6 +300,9 @@ class ChosenRows:
         k, v = (t[batch, 0, self.rows][:, None] for t in stored)  # (B, 1, k, width)
         return k, v
 
+    def truncate(self, length: int) -> None:
+        self.cache.truncate(length)
+
 
 class IndexedSparseAttention(nn.Module):
     """DeepSeek Sparse Attention: an indexer chooses top_k keys a query, and attn reads only those.
@@ -331,7 +338,7 @@ class IndexedSparseAttention(nn.Module):
     def index_scores(self, x: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, S], in at least float32: what each key is worth to each query."""
         q = self.index_q(self.attn.q_norm(self.attn.q_down(x)))
-        q = apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)
+        q = apply_rope(split_heads(q, self.index_dim), cos, sin)
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = q.flatten(1, 2).to(wide)  # (B, H_I*T, index_dim): keys are not copied out to heads
         hits = F.relu(keys[:, 0].to(wide) @ rows.mT).mT  # (B, H_I*T, S)
@@ -537,11 +544,11 @@ def require_indexed(
     B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.index_k)
     if kv_cache is not None and not isinstance(kv_cache, IndexedCache):
         raise TypeError(f"kv_cache must be an IndexedCache, got {type(kv_cache).__name__}")
-    start = MultiHeadAttention.start_position(start_pos, kv_cache)
+    start = start_position(start_pos, kv_cache)
     S = T if kv_cache is None else start + T
-    rows = MultiHeadAttention.table_rows(cos, sin, start, T)
+    rows = table_rows(cos, sin, start, T)
     require_tensor("cos", rows[0], T, layer.attn.rope_dim)
-    keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, S)
+    keep = combined_mask(mask, key_padding_mask, B, T, S)
     if causal and T > 1:  # a single query comes last and sees all
         positions = torch.arange(S, device=x.device)
         past = build_causal_mask(positions[S - T :], positions)  # (T, S)
