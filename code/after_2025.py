@@ -37,10 +37,16 @@ from transformer_block import (
     MultiHeadLatentAttention,
     RMSNorm,
     apply_rope,
+    at_least_float32,
     build_causal_mask,
+    combined_mask,
+    require_forward_pass,
     require_parts,
     require_tensor,
     require_value,
+    split_heads,
+    start_position,
+    table_rows,
 )
 
 # =============================================================================================
@@ -223,7 +229,7 @@ class DeltaNetState:
 
         Raises ValueError where other shapes are held, TypeError for another dtype or device.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = at_least_float32(x[:0]).dtype
         if self.state is None:
             return x.new_zeros(shapes[0], dtype=wide), x.new_zeros(shapes[1])
         held = zip(("state", "columns"), (self.state, self.columns), shapes, (wide, x.dtype))
@@ -359,12 +365,10 @@ class IndexedCache:
 
     def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
         """As KVCache.append: the latents of the layer's attention."""
-        require_forward()
         return self.latent.append(k_new, v_new)
 
     def append_index(self, keys: Tensor) -> Tensor:
         """Put index keys [B, 1, T, index_dim] behind those of next_pos tokens; returns all."""
-        require_forward()
         self.index.truncate(self.next_pos)  # what a forward that failed has left
         return self.index.append(keys, keys[..., :0])[0]
 
@@ -393,6 +397,13 @@ class ChosenRows:
         batch = torch.arange(len(k_new), device=k_new.device)[:, None]  # (B, 1)
         k, v = (t[batch, 0, self.rows][:, None] for t in stored)  # (B, 1, k, width)
         return k, v
+
+    def truncate(self, length: int) -> None:
+        """As IndexedCache.truncate: an attention that fails takes back what it has stored."""
+        self.cache.truncate(length)
+
+    def truncate(self, length: int) -> None:
+        self.cache.truncate(length)
 
 
 class IndexedSparseAttention(nn.Module):
@@ -430,12 +441,11 @@ class IndexedSparseAttention(nn.Module):
         """[B, T, S], in at least float32: what each key is worth to each query."""
         x, latent = x.detach(), self.attn.q_norm(self.attn.q_down(x)).detach()
         q = self.index_q(latent)
-        q = apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        rows = q.flatten(1, 2).to(wide)  # (B, H_I*T, index_dim): keys are not copied out to heads
-        hits = F.relu(keys[:, 0].to(wide) @ rows.mT).mT  # (B, H_I*T, S)
+        q = apply_rope(split_heads(q, self.index_dim), cos, sin)
+        rows = at_least_float32(q.flatten(1, 2))  # (B, H_I*T, index_dim): no keys copied to heads
+        hits = F.relu(at_least_float32(keys[:, 0]) @ rows.mT).mT  # (B, H_I*T, S)
         hits = hits.unflatten(1, q.shape[1:3])  # (B, H_I, T, S)
-        weight = self.index_weight(x).to(wide).mT * (q.shape[1] * self.index_dim) ** -0.5
+        weight = at_least_float32(self.index_weight(x)).mT * (q.shape[1] * self.index_dim) ** -0.5
         return (weight[..., None] * hits).sum(dim=1)
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None,
@@ -522,7 +532,7 @@ class HyperConnection(nn.Module):
 
     def weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre [B, T, n], post [B, T, n] and mix [B, T, n, n] (from, to), in at least float32."""
-        wide = streams.flatten(2).to(torch.promote_types(streams.dtype, torch.float32))
+        wide = at_least_float32(streams.flatten(2))
         normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)  # (B, T, n*d)
         parts = self.proj(normed.to(streams.dtype)).to(wide).split(self.widths, dim=-1)
         biases = self.bias.split(self.widths)
@@ -548,7 +558,7 @@ class StreamCollapse(nn.Module):
     def forward(self, streams: Tensor) -> Tensor:
         shape = "B", "T", self.n_streams, self.d_model
         require_tensor("streams", streams, *shape, layer=self.proj)
-        wide = streams.flatten(2).to(torch.promote_types(streams.dtype, torch.float32))
+        wide = at_least_float32(streams.flatten(2))
         normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)  # (B, T, n*d)
         logits = self.scale * self.proj(normed.to(streams.dtype)).to(wide) + self.bias
         pre = logits.sigmoid() + self.eps  # (B, T, n)
@@ -593,13 +603,6 @@ class HyperConnectedBlock(nn.Module):
 # =============================================================================================
 
 
-def require_forward() -> None:
-    """Refuse to use a cache in a backward pass: a forward that is recomputed there (as by
-    torch.utils.checkpoint) would go on from the tokens that it has put there itself."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-        raise ValueError("kv_cache must be None in a forward that a backward pass recomputes")
-
-
 def require_recurrent(
     layer: "GatedDeltaNet",
     x: Tensor,
@@ -616,13 +619,13 @@ def require_recurrent(
     if kv_cache is not None and not isinstance(kv_cache, DeltaNetState):
         raise TypeError(f"kv_cache must be a DeltaNetState, got {type(kv_cache).__name__}")
     if kv_cache is not None:
-        require_forward()
+        require_forward_pass()
     cached = 0 if kv_cache is None else kv_cache.next_pos
     if start_pos is not None:
         require_value(int, above=-1, start_pos=start_pos)
         if kv_cache is not None and start_pos != cached:
             raise ValueError(f"start_pos must be next_pos={cached}, got {start_pos}")
-    MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)
+    combined_mask(mask, key_padding_mask, B, T, cached + T)
 
 
 def read_documents(
@@ -675,11 +678,11 @@ def require_indexed(
     B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.index_k)
     if kv_cache is not None and not isinstance(kv_cache, IndexedCache):
         raise TypeError(f"kv_cache must be an IndexedCache, got {type(kv_cache).__name__}")
-    start = MultiHeadAttention.start_position(start_pos, kv_cache)
+    start = start_position(start_pos, kv_cache)
     S = T if kv_cache is None else start + T
-    rows = MultiHeadAttention.table_rows(cos, sin, start, T)
+    rows = table_rows(cos, sin, start, T)
     require_tensor("cos", rows[0], T, layer.attn.rope_dim)
-    keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, S)
+    keep = combined_mask(mask, key_padding_mask, B, T, S)
     if causal and T > 1:  # a single query comes last and sees all
         positions = torch.arange(S, device=x.device)
         past = build_causal_mask(positions[S - T :], positions)  # (T, S)
@@ -1054,7 +1057,7 @@ def check_delta_packing(layer: GatedDeltaNet, x: Tensor) -> dict[str, bool]:
         ),
         "goes on packed": step(mask=mask, key_padding_mask=more)()[0].shape == (2, 1, 12),
         "copied": own and tb.check_close(twin.state, copied.state),
-        "recomputed": tb.check_raises(ValueError, again.sum().backward, "backward"),
+        "recomputed": tb.check_raises(RuntimeError, again.sum().backward, "backward"),
         "forgets at once": all(bool(p.grad.isfinite().all()) for p in fixed.parameters()),
     }
 
@@ -1181,7 +1184,7 @@ def check_indexed_cache(
         after = layer(x[:, 4:], kv_cache=cache, **at)[0]
     drawn, fresh = tb.check_draw(2, 3, 12).requires_grad_(), layer.new_cache()
     replayed = checkpoint(lambda x: layer(x, kv_cache=fresh, **at)[0], drawn, use_reentrant=False)
-    recomputed = tb.check_raises(ValueError, replayed.sum().backward, "backward")
+    recomputed = tb.check_raises(RuntimeError, replayed.sum().backward, "backward")
     refused = check_refusals(
         (TypeError, lambda: layer(x, kv_cache=KVCache(), **at), "kv_cache", "IndexedCache"),
         (ValueError, lambda: layer(x, kv_cache=cache, start_pos=3, **at), "start_pos", 9, 3),

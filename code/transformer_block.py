@@ -44,6 +44,11 @@ from torch import Tensor, nn
 # === Positions, masks, rotation (notes §2, §4, §7.3) =========================================
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """x, half precision widened: what sums, exponentials and rotations are computed in."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def build_causal_mask(
     q_positions: Tensor, k_positions: Tensor, window: int | None = None
 ) -> Tensor:
@@ -62,10 +67,32 @@ def build_causal_mask(
 
 
 def without_later_keys(keep: Tensor | None, T: int, S: int, device: torch.device | str) -> Tensor:
-    """keep, or all of [T, S], without keys later than each query; the last two are side by side."""
-    q_positions, k_positions = (torch.arange(start, S, device=device) for start in (S - T, 0))
-    seen = k_positions <= q_positions[:, None]  # (T, S)
-    return seen if keep is None else keep & seen
+    """keep [T, S] (all True by default) without the keys that come after each query.
+
+    The last query is at the last key's position; T > S leaves the first queries nothing to see.
+    """
+    q_positions = torch.arange(S - T, S, device=device)
+    k_positions = torch.arange(S, device=device)
+    past = k_positions <= q_positions[:, None]  # (T, S)
+    return past if keep is None else keep & past
+
+
+def combined_mask(mask: Tensor | None, key_padding_mask: Tensor | None,
+                  B: int, T: int, S: int) -> Tensor | None:  # fmt: skip
+    """What mask [T, S] or [B, T, S] and key_padding_mask [B, S] both allow, None if all.
+
+    Returns a bool tensor that broadcasts to [B, 1, T, S]. Raises ValueError for another shape,
+    TypeError for another dtype.
+    """
+    if mask is not None:
+        batch = (B,) if getattr(mask, "ndim", None) == 3 else ()
+        require_tensor("mask", mask, *batch, T, S, kind="bool")
+        mask = mask[:, None] if batch else mask
+    if key_padding_mask is None:
+        return mask
+    require_tensor("key_padding_mask", key_padding_mask, B, S, kind="bool")
+    padding = key_padding_mask[:, None, None]  # (B, 1, 1, S)
+    return padding if mask is None else mask & padding
 
 
 def build_rope_cache(max_len: int, head_dim: int, base: float = 10000.0, *,
@@ -102,11 +129,26 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     require_tensor("sin", sin, T, r)
     if r % 2 or r > head_dim:
         raise ValueError(f"cos must have an even width of at most {head_dim}, got {r}")
-    turning = x[..., :r].float() if x.dtype in (torch.float16, torch.bfloat16) else x[..., :r]
+    turning = at_least_float32(x[..., :r])
     cos, sin = cos.to(turning), sin.to(turning)
     first, second = turning.chunk(2, dim=-1)  # of [a b c d] a turns with c, b with d
     turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)  # (B, n, T, r)
     return turned if r == head_dim else torch.cat((turned, x[..., r:]), dim=-1)
+
+
+def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
+               T: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rows start … start + T of both rotation tables [max_len, r]: each [T, r].
+
+    Raises ValueError for no tables, two of different shapes, or too few rows.
+    """
+    if cos is None or sin is None:
+        raise ValueError("cos and sin must be tables to rotate by, got None")
+    rows, r = require_tensor("cos", cos, "max_len", "r")
+    require_tensor("sin", sin, rows, r)
+    if start + T > rows:
+        raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
+    return cos[start : start + T], sin[start : start + T]  # (T, r)
 
 
 def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
@@ -166,6 +208,7 @@ class KVCache:
             if new.dtype != like.dtype or new.device != like.device:
                 came, wanted = (f"{t.dtype} on {t.device}" for t in (new, like))
                 raise TypeError(f"{name} must be {wanted}, got {came}")
+        require_forward_pass()
         start, end = self.next_pos, self.next_pos + T
         if self.max_len is not None and end > self.max_len:
             raise ValueError(f"max_len={self.max_len} positions cannot hold {end}")
@@ -175,8 +218,9 @@ class KVCache:
         else:
             if not start or not self._writable or end > self._k.shape[2]:
                 self._k, self._v = self._room(self._k, k_new, end), self._room(self._v, v_new, end)
-            self._k[:, :, start:end] = k_new
-            self._v[:, :, start:end] = v_new
+            # Clones: after truncate the new ones may be views of the very memory that is written.
+            self._k[:, :, start:end] = k_new.clone()
+            self._v[:, :, start:end] = v_new.clone()
         self._writable = not torch.is_grad_enabled()
         self.next_pos = end
         return self._k[:, :, :end], self._v[:, :, :end]
@@ -206,18 +250,32 @@ class KVCache:
             raise ValueError(f"length must be at most next_pos={self.next_pos}, got {length}")
         self.next_pos = length
 
-    def __copy__(self) -> "KVCache":
-        """A cache with memory of its own: two must not write into one buffer."""
-        twin = object.__new__(type(self))
+    def __getstate__(self) -> dict:
+        """For copy and pickle: memory of its own, since two must not write into one buffer."""
         k, v = (self.k.clone(), self.v.clone()) if self.next_pos else (None, None)
-        vars(twin).update(vars(self), _k=k, _v=v, _writable=None)
-        return twin
+        return {**vars(self), "_k": k, "_v": v, "_writable": None}
 
     def __deepcopy__(self, memo: dict) -> "KVCache":
         twin = memo[id(self)] = copy.copy(self)  # deepcopy takes no tensor with a graph behind it
         rest = {name: value for name, value in vars(twin).items() if name not in ("_k", "_v")}
         vars(twin).update(copy.deepcopy(rest, memo))
         return twin
+
+
+def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
+    """The position of the first token: the next one of the cache, else start_pos or 0.
+
+    Raises TypeError for what is no cache, ValueError for a start_pos that disagrees with it.
+    """
+    if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
+        raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
+    start = 0 if kv_cache is None else kv_cache.next_pos
+    if start_pos is None:
+        return start
+    require_value(int, above=-1, start_pos=start_pos)
+    if kv_cache is not None and start_pos != start:
+        raise ValueError(f"start_pos must be the cache's next_pos={start}, got {start_pos}")
+    return start_pos
 
 
 # === Norm and attention (notes §1, §4, §5, §7.2) =============================================
@@ -239,7 +297,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         require_tensor("x", x, ..., self.weight.shape[0])
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        wide = at_least_float32(x)
         normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (normed * self.weight).to(x.dtype)  # Llama rounds before the weight, Gemma here
 
@@ -264,7 +322,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causa
     # are faster than few rows. Scaled first: half precision overflows later.
     q = (q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)
     scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)
-    scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
+    scores = at_least_float32(scores)
     if logit_softcap is not None:
         require_value(float, logit_softcap=logit_softcap)
         scores = logit_softcap * torch.tanh(scores / logit_softcap)
@@ -329,17 +387,30 @@ class SinkAttention(nn.Module):
             keep = without_later_keys(keep, T, S, q.device)
         q = q * (head_dim**-0.5 if scale is None else scale)
         scores = q.reshape(B, G, H // G * T, head_dim) @ k.mT  # (B, G, H/G*T, S)
-        scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
+        scores = at_least_float32(scores)
         if logit_softcap is not None:
             require_value(float, logit_softcap=logit_softcap)
             scores = logit_softcap * torch.tanh(scores / logit_softcap)
         scores = scores.view(B, H, T, S)
-        if keep is not None:
-            scores = scores.masked_fill(~keep, -math.inf)
+        if keep is not None:  # a row without keys stays open, as in attend: a sink may be -inf
+            alive = keep.any(dim=-1, keepdim=True)
+            scores = scores.masked_fill(alive & ~keep, -math.inf)
         sinks = self.sinks[:, None, None].expand(B, H, T, 1)
         weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :S]  # (B, H, T, S)
         out = weights.to(v.dtype).reshape(B, G, H // G * T, S) @ v  # (B, G, H/G*T, d_v)
-        return out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
+        out = out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
+        return out if keep is None else out.masked_fill(~alive, 0)
+
+
+def split_heads(projected: Tensor, head_dim: int) -> Tensor:
+    """[B, T, n * head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard.
+
+    Raises ValueError for a width that holds no whole heads.
+    """
+    if projected.shape[-1] % head_dim:
+        raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
+                         f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
+    return torch.unflatten(projected, -1, (-1, head_dim)).transpose(1, 2)
 
 
 class MultiHeadAttention(nn.Module):
@@ -388,75 +459,38 @@ class MultiHeadAttention(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.q_proj)
-        start = self.start_position(start_pos, kv_cache)
+        start = start_position(start_pos, kv_cache)
         source, cached = x, 0 if kv_cache is None else start
         if memory is not None:
             if self.rope or kv_cache is not None:
                 raise ValueError("memory (cross-attention) goes without rope=True and kv_cache")
             require_tensor("memory", memory, B, "S", self.d_model, layer=self.k_proj)
             source = memory
-        keep = self.combined_mask(mask, key_padding_mask, B, T, cached + source.shape[1])
-        q = self.split_heads(self.q_proj(x), self.head_dim)  # (B, H, T, head_dim)
-        k = self.split_heads(self.k_proj(source), self.head_dim)  # (B, G, S, head_dim)
+        keep = combined_mask(mask, key_padding_mask, B, T, cached + source.shape[1])
+        # 1) Project: queries of the stream, keys and values of the source, split into heads.
+        q = split_heads(self.q_proj(x), self.head_dim)  # (B, H, T, head_dim)
+        k = split_heads(self.k_proj(source), self.head_dim)  # (B, G, S, head_dim)
+        v = split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)
+        # 2) Norm and turn queries and keys, never values.
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        v = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)
         if self.rope:
-            cos, sin = self.table_rows(cos, sin, start, T)
+            cos, sin = table_rows(cos, sin, start, T)
             turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)  # (B, H+G, T, head_dim)
             q, k = turned.split((q.shape[1], k.shape[1]), dim=1)
+        # 3) Keys and values of earlier tokens come from the cache, turned when they were new.
         if kv_cache is not None:
             k, v = kv_cache.append(k, v)
+        # 4) Attend; a call that fails here leaves nothing in the cache.
         options = {"causal": causal, "scale": self.scale, "logit_softcap": self.logit_softcap}
-        out = self.attend(q, k, v, keep, **options)  # (B, H, T, head_dim)
+        try:
+            out = self.attend(q, k, v, keep, **options)  # (B, H, T, head_dim)
+        except BaseException:
+            if kv_cache is not None:
+                kv_cache.truncate(start)
+            raise
+        # 5) Join the heads and project back.
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
-
-    @staticmethod
-    def split_heads(projected: Tensor, head_dim: int) -> Tensor:
-        """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard."""
-        if projected.shape[-1] % head_dim:
-            raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
-                             f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
-        return torch.unflatten(projected, -1, (-1, head_dim)).transpose(1, 2)
-
-    @staticmethod
-    def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
-                   T: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Rows start … start + T of both rotation tables [max_len, r]."""
-        if cos is None or sin is None:
-            raise ValueError("cos and sin must be tables to rotate by, got None")
-        rows, r = require_tensor("cos", cos, "max_len", "r")
-        require_tensor("sin", sin, rows, r)
-        if start + T > rows:
-            raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
-        return cos[start : start + T], sin[start : start + T]  # (T, r)
-
-    @staticmethod
-    def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
-        """The position of the first token: the next one of the cache, else start_pos or 0."""
-        if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
-            raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
-        start = 0 if kv_cache is None else kv_cache.next_pos
-        if start_pos is None:
-            return start
-        require_value(int, above=-1, start_pos=start_pos)
-        if kv_cache is not None and start_pos != start:
-            raise ValueError(f"start_pos must be the cache's next_pos={start}, got {start_pos}")
-        return start_pos
-
-    @staticmethod
-    def combined_mask(mask: Tensor | None, key_padding_mask: Tensor | None,
-                      B: int, T: int, S: int) -> Tensor | None:  # fmt: skip
-        """What both masks allow, as one that broadcasts to [B, 1, T, S]."""
-        if mask is not None:
-            batch = (B,) if getattr(mask, "ndim", None) == 3 else ()
-            require_tensor("mask", mask, *batch, T, S, kind="bool")
-            mask = mask[:, None] if batch else mask
-        if key_padding_mask is None:
-            return mask
-        require_tensor("key_padding_mask", key_padding_mask, B, S, kind="bool")
-        padding = key_padding_mask[:, None, None]  # (B, 1, 1, S)
-        return padding if mask is None else mask & padding
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -498,13 +532,13 @@ class MultiHeadLatentAttention(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.kv_down)
-        start = MultiHeadAttention.start_position(start_pos, kv_cache)
+        start = start_position(start_pos, kv_cache)
         cached = 0 if kv_cache is None else start
-        keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)
-        cos, sin = MultiHeadAttention.table_rows(cos, sin, start, T)
+        keep = combined_mask(mask, key_padding_mask, B, T, cached + T)
+        cos, sin = table_rows(cos, sin, start, T)
         require_tensor("cos", cos, T, self.rope_dim)  # a narrower one would turn a part only
         q = self.q_proj(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
-        q = MultiHeadAttention.split_heads(q, self.nope_dim + self.rope_dim) * self.scale
+        q = split_heads(q, self.nope_dim + self.rope_dim) * self.scale
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         q_rope = apply_rope(q_rope, cos, sin)  # (B, H, T, rope_dim)
         latent, k_rope = self.kv_down(x)[:, None].split((self.kv_rank, self.rope_dim), dim=-1)
@@ -514,22 +548,28 @@ class MultiHeadLatentAttention(nn.Module):
         if kv_cache is not None:
             k, v = kv_cache.append(k, v)
         attention = self.absorbed if cached and self.absorbs else self.expanded
-        out = attention(q_nope, q_rope, k, keep, causal)  # (B, H, T, v_dim)
+        try:
+            out = attention(q_nope, q_rope, k, keep, causal)  # (B, H, T, v_dim)
+        except BaseException:  # a call that fails here leaves nothing in the cache
+            if kv_cache is not None:
+                kv_cache.truncate(start)
+            raise
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
 
     @property
     def absorbs(self) -> bool:
-        """Whether kv_up is a bare matrix: an adapter, a bias or a hook must be called."""
+        """Whether kv_up is a bare matrix: a wrapper, bias, hook, shard or int8 must be called."""
         up = self.kv_up
         hooks = up._forward_hooks, up._forward_pre_hooks, up._backward_hooks, up._backward_pre_hooks
-        bare = type(up) is nn.Linear and "forward" not in vars(up)
-        return bare and up.bias is None and not any(hooks)
+        if type(up) is not nn.Linear or "forward" in vars(up) or any(hooks):
+            return False
+        return up.bias is None and type(up.weight) in (nn.Parameter, Tensor)
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
                  causal: bool) -> Tensor:  # fmt: skip
         """Keys and values of every head are computed from the latent: cheaper for many queries."""
         latent, k_rope = k.split((self.kv_rank, self.rope_dim), dim=-1)
-        up = MultiHeadAttention.split_heads(self.kv_up(latent[:, 0]), self.nope_dim + self.v_dim)
+        up = split_heads(self.kv_up(latent[:, 0]), self.nope_dim + self.v_dim)
         k_nope, v = up.split((self.nope_dim, self.v_dim), dim=-1)  # (B, H, S, nope or v_dim)
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
         q = torch.cat((q_nope, q_rope), dim=-1)  # (B, H, T, nope_dim+rope_dim)
@@ -651,8 +691,8 @@ class MoEFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         require_tensor("x", x, ..., self.d_model, layer=self.router)
         tokens = x.reshape(-1, self.d_model)  # (N, d)
-        logits = self.router(tokens)  # (N, E)
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = at_least_float32(self.router(tokens))  # (N, E)
+        require_tensor("router(x)", logits, len(tokens), len(self.experts))
         probs = logits.softmax(dim=1)  # (N, E)
         weight, expert = probs.max(dim=1)  # (N)
         counts = count_choices(expert, len(self.experts))  # (E)
@@ -684,7 +724,7 @@ class SoftmaxRouter(nn.Module):
                  bias: bool = False):  # fmt: skip
         super().__init__()
         require_routing(d_model, n_experts, top_k, scale, n_groups, top_groups)
-        self.d_model, self.n_experts, self.top_k = d_model, n_experts, top_k
+        self.d_model, self.top_k = d_model, top_k
         self.renormalise, self.scale = renormalise, scale
         self.n_groups, self.top_groups = n_groups, top_groups
         self.router = nn.Linear(d_model, n_experts, bias=bias)
@@ -692,18 +732,21 @@ class SoftmaxRouter(nn.Module):
         self.aux_loss: Tensor | None = None
 
     @property
+    def n_experts(self) -> int:
+        return self.router.out_features
+
+    @property
     def tokens_per_expert(self) -> list[int] | None:
         return None if self.counts is None else self.counts.tolist()
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         require_tensor("tokens", tokens, "N", self.d_model, layer=self.router)
-        logits = self.router(tokens)  # (N, E)
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = at_least_float32(self.router(tokens))  # (N, E)
         scores, experts = self.choose(logits)  # (N, E), (N, k)
         weights = scores.gather(1, experts)  # (N, k)
         if self.renormalise:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        counts = count_choices(experts, self.n_experts)
+        counts = count_choices(experts, scores.shape[1])
         self.counts, self.aux_loss = counts, balance_loss(scores, counts)
         return (self.scale * weights).to(tokens.dtype), experts
 
@@ -720,7 +763,10 @@ class SoftmaxRouter(nn.Module):
         scores = groups.masked_fill(shut[:, :, None], -math.inf).flatten(1)  # (N, E)
         return scores.topk(self.top_k).indices
 
-    __getstate__ = MoEFFN.__getstate__
+    def __getstate__(self) -> dict:
+        """For copy and pickle, which take no tensor with a graph behind it."""
+        aux_loss = None if self.aux_loss is None else self.aux_loss.detach()
+        return {**self.__dict__, "aux_loss": aux_loss}
 
 
 class SigmoidRouter(SoftmaxRouter):
@@ -764,9 +810,16 @@ class MixtureFFN(nn.Module):
         require_tensor("x", x, ..., width, layer=layer)
         tokens = x.reshape(-1, x.shape[-1])  # (N, d)
         weights, chosen = self.router(tokens)  # (N, k)
+        N, k = require_tensor("router(x)[1]", chosen, len(tokens), "k", kind="integer")
+        require_tensor("router(x)[0]", weights, N, k)
         order = chosen.flatten().argsort()  # the choices of the first expert, of the second, …
-        sizes = count_choices(chosen, len(self.experts)).tolist()  # the one wait for the device
-        rows = (order // chosen.shape[1]).split(sizes)  # of each expert's tokens
+        # Counted with a bin below the experts and one above, so that one wait for the device tells
+        # both how many rows each expert gets and whether all choices are experts.
+        E = len(self.experts)
+        below, *sizes, above = count_choices(chosen.long().clamp(-1, E) + 1, E + 2).tolist()
+        if below or above:
+            raise ValueError(f"router(x)[1] must be 0 … {E - 1}, got {below + above} other ids")
+        rows = (order // k).split(sizes)  # of each expert's tokens
         shares = weights.flatten()[order, None].split(sizes)
         out = torch.zeros_like(tokens)
         for ffn, row, share in zip(self.experts, rows, shares):
@@ -800,7 +853,8 @@ class VanillaEncoderLayer2017(nn.Module):
         self.ln2 = nn.LayerNorm(d_model, eps)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        x = self.ln1(x + self.attn(x, key_padding_mask=key_padding_mask)[0])
+        attended, _ = self.attn(x, key_padding_mask=key_padding_mask)
+        x = self.ln1(x + attended)
         return self.ln2(x + self.ffn(x))
 
 
@@ -834,9 +888,11 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
         _, S, _ = require_tensor("memory", memory, B, "S", self.d_model)
         if memory_key_padding_mask is not None:
             require_tensor("memory_key_padding_mask", memory_key_padding_mask, B, S, kind="bool")
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        x = self.ln1(x + self.self_attn(x, **seen)[0])
-        x = self.ln2(x + self.cross_attn(x, memory, key_padding_mask=memory_key_padding_mask)[0])
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        attended, _ = self.self_attn(x, **masks)
+        x = self.ln1(x + attended)
+        attended, _ = self.cross_attn(x, memory, key_padding_mask=memory_key_padding_mask)
+        x = self.ln2(x + attended)
         return self.ln3(x + self.ffn(x))
 
 
@@ -865,8 +921,9 @@ class GPT2StyleDecoderLayer(nn.Module):
                 key_padding_mask: Tensor | None = None,
                 kv_cache: "KVCache | None" = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm1)
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        x = x + self.attn(self.norm1(x), kv_cache=kv_cache, **seen)[0]
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        attended, _ = self.attn(self.norm1(x), kv_cache=kv_cache, **masks)
+        x = x + attended
         return x + self.ffn(self.norm2(x))
 
 
@@ -894,9 +951,10 @@ class ModernDecoderBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
-        x = x + self.attn(self.norm1(x), **seen, **at)[0]
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        attended, _ = self.attn(self.norm1(x), **masks, **position)
+        x = x + attended
         return x + self.ffn(self.norm2(x))
 
 
@@ -928,11 +986,12 @@ class ParallelDecoderBlock(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm)
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
         h = self.norm(x)
         h_ffn = h if self.ffn_norm is None else self.ffn_norm(x)
-        return x + self.attn(h, **seen, **at)[0] + self.ffn(h_ffn)
+        attended, _ = self.attn(h, **masks, **position)
+        return x + attended + self.ffn(h_ffn)
 
 
 class BranchNormDecoderBlock(nn.Module):
@@ -961,9 +1020,10 @@ class BranchNormDecoderBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
-        x = x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen, **at)[0])
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        attended, _ = self.attn(self.attn_pre_norm(x), **masks, **position)
+        x = x + self.attn_post_norm(attended)
         return x + self.ffn_post_norm(self.ffn(self.ffn_pre_norm(x)))
 
 
@@ -980,19 +1040,35 @@ def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None 
     if 0 in require_tensor("logits", logits, "B", "V")[1:]:
         raise ValueError(f"logits must have a token to pick, got shape {list(logits.shape)}")
     require_sampling(temperature, top_k, top_p, generator)
+    best, likeliest = logits.max(dim=1, keepdim=True)  # (B, 1)
+    if not best.isfinite().all():  # max passes a NaN on
+        raise ValueError(f"logits must have a finite best one in each row, got {best.tolist()}")
     if temperature == 0:
-        return logits.argmax(dim=1, keepdim=True)
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        return likeliest
+    wide = at_least_float32(logits)
     ranked, tokens = wide.sort(descending=True)  # (B, V)
     # The best logit becomes 0 before the division, so that a tiny temperature cannot give inf/inf.
-    temperature = max(temperature, torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny  # what is smaller would be 0 as a float32
+    temperature = max(temperature, tiny)
     probs = ((ranked - ranked[:, :1]) / temperature).softmax(dim=1)  # (B, V)
     if top_k is not None:
         probs[:, top_k:] = 0
         probs /= probs.sum(dim=1, keepdim=True)
     if top_p is not None and top_p < 1:  # a running sum may reach 1 before the last token
-        probs[probs.cumsum(dim=1) - probs >= top_p] = 0  # what stands before reaches it already
+        before = probs.cumsum(dim=1) - probs
+        probs[before >= max(top_p, tiny)] = 0  # what stands before reaches it already
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))
+
+
+class TiedEmbedding(nn.Embedding):
+    """Token ids [B, T] to vectors [B, T, d], and vectors [..., d] to logits [..., V].
+
+    One table [V, d] for both (arXiv:1608.05859): a logit is a vector's product with the token's
+    row. Both uses go through the module's call, where hooks, offloading and shards act.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
 
 
 class DecoderOnlyLM(nn.Module):
@@ -1020,8 +1096,11 @@ class DecoderOnlyLM(nn.Module):
             require_value(float, logit_softcap=logit_softcap)
         windows = [None] * n_layers if windows is None else windows
         require_windows(windows, n_layers)
-        sizes, ours = (d_model, n_q_heads, n_kv_heads, d_ff), make_block is None
-        make_block = (lambda _: ModernDecoderBlock(*sizes, eps=eps)) if ours else make_block
+        if make_block is None:
+
+            def make_block(_layer: int) -> nn.Module:
+                return ModernDecoderBlock(d_model, n_q_heads, n_kv_heads, d_ff, eps=eps)
+
         require_value(Callable, make_block=make_block)
         require_rope_dim(rope_dim, set())
         state = torch.get_rng_state()
@@ -1034,9 +1113,10 @@ class DecoderOnlyLM(nn.Module):
             raise
         if rope_dim is None:
             rope_dim = max(widths or {2, d_model // n_q_heads // 2 * 2})
-        self.vocab_size, self.max_len, self.windows = vocab_size, max_len, list(windows)
+        self.max_len, self.windows = max_len, list(windows)
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
-        self.embedding = nn.Embedding(vocab_size, d_model)
+        table = TiedEmbedding if tie_embeddings else nn.Embedding
+        self.embedding = table(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.final_norm = RMSNorm(d_model, eps)
         self.lm_head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
@@ -1045,8 +1125,11 @@ class DecoderOnlyLM(nn.Module):
 
     def new_caches(self) -> list["KVCache"]:
         """An empty cache for each block: of its attention's own kind (new_cache), else KVCache."""
-        makers = ((getattr(p, "new_cache", None) for p in block.modules()) for block in self.blocks)
-        return [next(filter(None, own), KVCache)() for own in makers]
+        caches = []
+        for block in self.blocks:
+            makers = [part.new_cache for part in block.modules() if hasattr(part, "new_cache")]
+            caches.append(makers[0]() if makers else KVCache())
+        return caches
 
     def forward(self, ids: Tensor, *, kv_caches: list["KVCache"] | None = None,
                 key_padding_mask: Tensor | None = None, mask: Tensor | None = None,
@@ -1063,7 +1146,7 @@ class DecoderOnlyLM(nn.Module):
         end = start + T
         if end > self.max_len:
             raise ValueError(f"ids would reach position {end}, past max_len={self.max_len}")
-        MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, end)
+        combined_mask(mask, key_padding_mask, B, T, end)
         positions = torch.arange(end, device=ids.device)
         masks = {None: mask}  # of each window; without any, the blocks are causal by themselves
         for window in set(self.windows):
@@ -1087,15 +1170,26 @@ class DecoderOnlyLM(nn.Module):
             x = self.embedding(ids.long()) * self.embedding_scale  # (B, T, d)
         except IndexError as error:
             span = f"{ids.min().item()} … {ids.max().item()}"
-            raise ValueError(f"ids must lie in 0 … {self.vocab_size - 1}, got {span}") from error
+            last = getattr(self.embedding, "num_embeddings", 0) - 1
+            raise ValueError(f"ids must lie in 0 … {last}, got {span}") from error
         for block, window, cache in zip(self.blocks, self.windows, kv_caches):
             x = block(x, mask=masks[window], kv_cache=cache, **options)
         x = self.final_norm(x[:, -1:] if last_only else x)  # (B, T or 1, d)
-        logits = F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
+        logits = self._head(x)
         if self.logit_softcap is None:
             return logits
-        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        wide = at_least_float32(logits)
         return (self.logit_softcap * torch.tanh(wide / self.logit_softcap)).to(logits.dtype)
+
+    def _head(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., V], whatever stands in lm_head or, with None there, in embedding."""
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        table = self.embedding
+        if isinstance(table, TiedEmbedding) or not isinstance(table, nn.Embedding):
+            return table(x)
+        rows = table(torch.arange(table.num_embeddings, device=x.device))  # it takes ids only
+        return F.linear(x, rows)
 
     def stream(self, ids: Tensor, max_new_tokens: int, *, key_padding_mask: Tensor | None = None,
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -1106,7 +1200,7 @@ class DecoderOnlyLM(nn.Module):
         Prompts of different lengths are padded on the left. temperature 0 takes the likeliest
         token and draws nothing. A row that has produced an eos_id goes on with it, and the stream
         ends when all rows have. Raises ValueError at once for an empty prompt or more than max_len
-        tokens. No step leaves gradients or another training flag behind.
+        tokens. No gradients; the training flag stays as it is: who has dropout calls eval().
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_value(int, above=-1, max_new_tokens=max_new_tokens)
@@ -1116,29 +1210,25 @@ class DecoderOnlyLM(nn.Module):
             raise ValueError(f"max_len={self.max_len} < {T} ids + max_new_tokens={max_new_tokens}")
         require_left_padding(key_padding_mask, B, T)
         require_sampling(temperature, top_k, top_p, generator)
-        ends = require_token_ids(eos_id, self.vocab_size)
+        ends = require_token_ids(eos_id)
         sampling = temperature, top_k, top_p, generator
         return self._steps(ids.long(), max_new_tokens, key_padding_mask, ends, sampling)
 
-    def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
+    def _steps(self, ids: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
                ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
-        given = {"kv_caches": self.new_caches(), "last_only": True}
-        done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
+        caches = self.new_caches()
+        done = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)  # (B, 1)
         for _ in range(max_new_tokens):
-            training = [module for module in self.modules() if module.training]
-            try:
-                if training:
-                    self.eval()
-                with torch.no_grad():
-                    logits = self(step, key_padding_mask=key_padding_mask, **given)[:, 0]  # (B, V)
-                    drawn = pick_next_token(logits, *sampling)  # (B, 1)
-            finally:
-                for module in training:
-                    module.training = True
-            step = torch.where(done, step[:, -1:], drawn)  # (B, 1)
+            given = {"kv_caches": caches, "key_padding_mask": key_padding_mask, "last_only": True}
+            with torch.no_grad():
+                logits = self(ids, **given)[:, 0]  # (B, V)
+                drawn = pick_next_token(logits, *sampling)  # (B, 1)
+            if ends and max(ends) >= logits.shape[1]:  # what the head gives now is what V is
+                raise ValueError(f"eos_id must be below {logits.shape[1]}, got {max(ends)}")
+            ids = torch.where(done, ids[:, -1:], drawn)  # (B, 1): all that the next step reads
             for token in ends:
-                done = done | (step == token)
-            yield step.clone()  # what the caller does with it must not reach the next step
+                done = done | (ids == token)
+            yield ids.clone()  # what the caller does with it must not reach the next step
             if ends and done.all():
                 return
             if key_padding_mask is not None:
@@ -1173,7 +1263,7 @@ def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None
     if predict is not None:
         require_tensor("predict", predict, B, T, kind="bool")
         pairs = pairs & predict[:, 1:]
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    wide = at_least_float32(logits)
     log_probs = wide[:, :-1].log_softmax(dim=-1)  # (B, T-1, V)
     try:
         losses = -log_probs.gather(-1, targets[..., None])[..., 0]  # (B, T-1)
@@ -1372,10 +1462,20 @@ def require_caches(kv_caches: object, n_layers: int) -> int:
         raise ValueError(f"kv_caches must have {n_layers} entries, got {len(kv_caches)}")
     if len(set(map(id, kv_caches))) != n_layers:
         raise ValueError(f"kv_caches must be {n_layers} different caches, got one twice")
-    lengths = {MultiHeadAttention.start_position(None, cache) for cache in kv_caches}
-    if len(lengths) != 1:
-        raise ValueError(f"kv_caches must hold equally many positions, got {sorted(lengths)}")
-    return lengths.pop()
+    lengths = [start_position(None, cache) for cache in kv_caches]
+    start = lengths[0] if lengths else 0
+    if any(length != start for length in lengths):  # compared one by one: a set is no graph
+        came = sorted(set(lengths))
+        raise ValueError(f"kv_caches must hold equally many positions, got {came}")
+    return start
+
+
+def require_forward_pass() -> None:
+    """Refuse an append within a backward pass: a recomputed forward would store its keys again."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError("kv_cache must not be appended to in a backward pass: a forward that is"
+                           " recomputed there (activation checkpointing) must go without a cache"
+                           )  # fmt: skip
 
 
 def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> None:
@@ -1387,15 +1487,13 @@ def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> Non
             raise ValueError("key_padding_mask must pad on the left and end in a real token")
 
 
-def require_token_ids(eos_id: object, vocab_size: int) -> list[int]:
-    """The one or several ids as a list; refuses what is no token."""
+def require_token_ids(eos_id: object) -> list[int]:
+    """The one or several ids as a list; refuses what is no token of any vocabulary."""
     ends = [] if eos_id is None else [eos_id]
     if isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor)):
         ends = list(eos_id)
     for token in ends:
         require_value(int, above=-1, eos_id=token)
-        if token >= vocab_size:
-            raise ValueError(f"eos_id must be below {vocab_size}, got {token}")
     return ends
 
 
@@ -2079,7 +2177,7 @@ def check_generation(device: str) -> dict[str, bool]:
     return check_sampling(device) | {
         "left padding, each row as alone": torch.equal(both, torch.cat((short, alone), 1)),
         "greedy and a generator leave the global one": untouched,
-        "training flags": modes == [False, True, True, False],
+        "training flags": modes == [True, True, True, False],
         "eos": ended[7] == [[5, 6, 7], [7, 7, 7]] and ended[0] == [[5, 6, 7, 8]],
         "several ids that end": ended[7, 6] == [[5, 6], [7, 7]],
         "stream": [(t.tolist(), t.zero_())[0] for t in counts.stream(prompts[:1], 2)]
@@ -2633,7 +2731,7 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
         lm(ids + 4) -> ValueError; ids; 6; 7
         empty(generator=3) -> TypeError; generator; 3
         empty(top_p=1.01) -> ValueError; top_p; 1.01
-        empty(eos_id=[1, 7]) -> ValueError; eos_id; 7
+        lm.generate(ids, 1, eos_id=[1, 7]) -> ValueError; eos_id; 7
         pick_next_token(logits[0, :, :0]) -> ValueError; logits; [3, 0]
         lm.stream(ids, 4) -> ValueError; max_new_tokens=4; max_len=6
         lm.generate(ids[:, :0], 1) -> ValueError; ids

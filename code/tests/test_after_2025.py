@@ -841,10 +841,9 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     ],
     "require_recurrent": [
         ("if mask is None and not causal:", "if False:"),
-        ("        require_forward()", "        pass"),
+        ("        require_forward_pass()", "        pass"),
         ("MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)", "pass"),
     ],
-    "require_forward": [("_current_graph_task_id() != -1", "_current_graph_task_id() != -2")],
     "read_documents": [
         ("real[:, start:]", "real[:, :T]"),
         ("if not torch.equal(real[:, :start], told):", "if False:"),
@@ -863,15 +862,18 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("t[batch, 0, self.rows]", "t[batch, 0, self.rows * 0]"),
     ],
     "IndexedSparseAttention": [
-        ("F.relu(keys[:, 0].to(wide) @ rows.mT)", "(keys[:, 0].to(wide) @ rows.mT)"),
+        (
+            "F.relu(at_least_float32(keys[:, 0]) @ rows.mT)",
+            "(at_least_float32(keys[:, 0]) @ rows.mT)",
+        ),
         ("(weight[..., None] * hits)", "hits"),
         (
-            "weight = self.index_weight(x).to(wide).mT",
-            "weight = self.index_weight(x).to(wide).softmax(-1).mT",
+            "weight = at_least_float32(self.index_weight(x)).mT",
+            "weight = at_least_float32(self.index_weight(x)).softmax(-1).mT",
         ),
         (
-            "weight = self.index_weight(x).to(wide).mT",
-            "weight = self.index_weight(x).to(wide).abs().mT",
+            "weight = at_least_float32(self.index_weight(x)).mT",
+            "weight = at_least_float32(self.index_weight(x)).abs().mT",
         ),
         (
             "return apply_rope(self.index_norm(self.index_k(x.detach()))[:, None], cos, sin)",
@@ -879,8 +881,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
         ("self.index_norm(self.index_k(x.detach()))", "self.index_k(x.detach())"),
         (
-            "apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)",
-            "MultiHeadAttention.split_heads(q, self.index_dim)",
+            "apply_rope(split_heads(q, self.index_dim), cos, sin)",
+            "split_heads(q, self.index_dim)",
         ),
         ("self.attn.q_norm(self.attn.q_down(x)).detach()", "self.attn.q_down(x).detach()"),
         ("self.attn.q_norm(self.attn.q_down(x)).detach()", "self.attn.q_norm(self.attn.q_down(x))"),
@@ -919,7 +921,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("pre.sigmoid() + self.eps", "pre.softmax(-1) + self.eps"),
         ("a * part + b for", "part + b for"),
         ("normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)", "normed = wide"),
-        ("streams.flatten(2).to(", "streams.mT.flatten(2).to("),
+        ("streams.flatten(2)", "streams.mT.flatten(2)"),
         ("-math.log(n_streams - 1)", "-math.log(n_streams)"),
         ("torch.zeros(n_streams)", "torch.ones(n_streams)"),
     ],
@@ -941,7 +943,7 @@ PROOFS = {
     **dict.fromkeys(("OutputGatedAttention",), "A01"),
     **dict.fromkeys(("delta_rule_recurrent", "delta_rule_chunked", "CausalConvolution"), "A02"),
     **dict.fromkeys(("DeltaNetState", "GatedDeltaNet", "require_recurrent"), "A02"),
-    **dict.fromkeys(("DocumentPacking", "read_documents", "require_forward"), "A02"),
+    **dict.fromkeys(("DocumentPacking", "read_documents"), "A02"),
     **dict.fromkeys(("IndexedCache", "ChosenRows", "IndexedSparseAttention"), "A03"),
     **dict.fromkeys(("require_indexed",), "A03"),
     **dict.fromkeys(("sinkhorn", "HyperConnection", "StreamCollapse"), "A04"),

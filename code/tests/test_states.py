@@ -276,6 +276,23 @@ def test_truncate_cuts_both_parts_of_an_indexed_cache():
         assert cache.next_pos == cache.index.next_pos == 0
 
 
+@torch.no_grad()
+def test_an_attention_that_fails_at_a_single_token_keeps_nothing(monkeypatch):
+    layer, x, cache = indexed(), draw(1, 7, D), IndexedCache()
+    layer(x[:, :6], kv_cache=cache, **tables(layer))
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.attn, "absorbed", fails)
+        with pytest.raises(KeyboardInterrupt):
+            layer(x[:, 6:], kv_cache=cache, **tables(layer))
+    assert cache.next_pos == cache.latent.next_pos == 6
+    out = layer(x[:, 6:], kv_cache=cache, **tables(layer))[0]
+    torch.testing.assert_close(out, layer(x, **tables(layer))[0][:, 6:], rtol=0, atol=1e-12)
+
+
 # === A forward that is recomputed ============================================================
 
 
