@@ -402,9 +402,6 @@ class ChosenRows:
         """As IndexedCache.truncate: an attention that fails takes back what it has stored."""
         self.cache.truncate(length)
 
-    def truncate(self, length: int) -> None:
-        self.cache.truncate(length)
-
 
 class IndexedSparseAttention(nn.Module):
     """DeepSeek Sparse Attention: an indexer chooses top_k keys a query, and attn reads only those.

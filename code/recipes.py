@@ -30,9 +30,19 @@ Tables = tuple[Tensor, Tensor]
 tanh_gelu = partial(F.gelu, approximate="tanh")
 
 
+def all_alike(_layer: int) -> int:
+    """The kind of a layer in a model whose layers hold the same parts."""
+    return 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a checkpoint. d_ff is that of its dense layers; max_len the rows of the tables."""
+    """Sizes of a checkpoint: what every composition needs.
+
+    d_ff is that of the dense layers, eps that of the norms, base the theta of the rotation, max_len
+    the number of positions that its tables have. With shared, layers of one kind (shared(layer)
+    is equal) are one and the same block: an outline to count and describe, not a model to run.
+    """
 
     n_layers: int
     d_model: int
@@ -45,13 +55,20 @@ class Sizes:
     base: float = 10000.0
     tied: bool = False
     max_len: int = 4096
+    shared: Callable[[int], object] | None = None
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the rotation tables: an outline, which is not run, needs no more than one."""
+        return self.max_len if self.shared is None else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A row: compose(sizes, **parts) is the model; stated are cells that no composition shows.
 
-    published are the total and active parameters that source prints, both with all tables.
+    published are the total and active parameters that source prints, both with all tables. kinds
+    gives layers that are composed alike one value.
     """
 
     compose: Callable[..., nn.Module]
@@ -60,9 +77,15 @@ class Recipe:
     published: tuple[float, float | None]
     source: str
     stated: dict[str, str] = dataclasses.field(default_factory=dict)
+    kinds: Callable[[int], object] = all_alike
 
     def build(self) -> nn.Module:
+        """The model at its real size, on the default device."""
         return self.compose(self.sizes, **self.parts)
+
+    def outline(self) -> nn.Module:
+        """The same with one block for all layers of a kind."""
+        return self.compose(dataclasses.replace(self.sizes, shared=self.kinds), **self.parts)
 
 
 # =============================================================================================
@@ -70,27 +93,36 @@ class Recipe:
 # =============================================================================================
 
 
-class LearnedPositionLM(nn.Module):
-    """The shell of GPT-2: a learned vector for each position is added to the embedding."""
+class LearnedPositionLM(tb.DecoderOnlyLM):
+    """The shell of GPT-2: a learned vector for each position is added to the embedding.
+
+    Versus DecoderOnlyLM: nothing rotates, and the final norm is a LayerNorm. A real token's
+    position is the number of real tokens ahead of it in its row: padding takes none.
+    """
 
     def __init__(self, s: Sizes, make_block: Callable[[int], nn.Module]):
-        super().__init__()
-        self.embedding = nn.Embedding(s.vocab_size, s.d_model)
+        super().__init__(
+            s.vocab_size, s.d_model, s.n_layers, make_block=make_block, max_len=s.max_len, eps=s.eps
+        )
         self.positions = nn.Embedding(s.max_len, s.d_model)
-        self.blocks = nn.ModuleList(make_block(layer) for layer in range(s.n_layers))
-        self.windows = [None] * s.n_layers
         self.final_norm = nn.LayerNorm(s.d_model, s.eps)
-        self.lm_head = None  # tied
 
-    def forward(self, ids: Tensor, *, kv_caches: list[tb.KVCache] | None = None,
-                key_padding_mask: Tensor | None = None) -> Tensor:  # fmt: skip
-        start = 0 if kv_caches is None else kv_caches[0].next_pos
-        at = torch.arange(start, start + ids.shape[1], device=ids.device)
-        x = self.embedding(ids) + self.positions(at)
-        for layer, block in enumerate(self.blocks):
-            own = None if kv_caches is None else kv_caches[layer]
-            x = block(x, key_padding_mask=key_padding_mask, kv_cache=own)
-        return F.linear(self.final_norm(x), self.embedding.weight)
+    def _logits(self, ids: Tensor, masks: dict[int | None, Tensor | None], kv_caches: list,
+                last_only: bool, options: dict) -> Tensor:  # fmt: skip
+        start = 0 if kv_caches[0] is None else kv_caches[0].next_pos
+        real = options["key_padding_mask"]
+        if real is None:
+            positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T)
+        else:
+            positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, start:]  # (B, T)
+        try:
+            x = self.embedding(ids.long()) + self.positions(positions)  # (B, T, d)
+        except IndexError as error:
+            span = f"{ids.min().item()} … {ids.max().item()}"
+            raise ValueError(f"ids must be in the embedding, got {span}") from error
+        for block, window, kv_cache in zip(self.blocks, self.windows, kv_caches):
+            x = block(x, mask=masks[window], key_padding_mask=real, kv_cache=kv_cache)
+        return self._head(self.final_norm(x[:, -1:] if last_only else x))
 
 
 class ScaledLayerNorm(nn.LayerNorm):
@@ -131,13 +163,29 @@ def attend_tempered(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None,
     return tb.attend(q * (1 + rate * steps.double().log1p()).to(q.dtype), k, v, keep, **options)
 
 
-def own_tables(attn: nn.Module, cos: Tensor, sin: Tensor) -> nn.Module:
-    """The attention, turning by tables of its own instead of the shell's."""
+class OwnTables:
+    """A forward pre-hook that hands an attention tables of its own instead of the shell's."""
 
-    def replaced(_attn: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
-        return args, options | {"cos": cos, "sin": sin}
+    def __init__(self, cos: Tensor, sin: Tensor):
+        self.cos, self.sin = cos, sin
 
-    attn.register_forward_pre_hook(replaced, with_kwargs=True)
+    def __call__(self, _attn: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
+        return args, options | {"cos": self.cos, "sin": self.sin}
+
+
+@lru_cache(maxsize=16)  # the layers of a model share them
+def own_tables(tables: Callable[..., Tables], max_len: int, width: int, base: float) -> OwnTables:
+    """The hook of tables(max_len, width, base)."""
+    with torch.inference_mode(False):  # autograd refuses tensors made there
+        return OwnTables(*tables(max_len, width, base))
+
+
+def with_tables(
+    attn: nn.Module, tables: Callable[..., Tables], s: Sizes, width: int, base: float | None = None
+) -> nn.Module:
+    """The attention, turning by tables(max_len, width, base) of its own."""
+    hook = own_tables(tables, s.table_rows, width, s.base if base is None else base)
+    attn.register_forward_pre_hook(hook, with_kwargs=True)
     return attn
 
 
@@ -160,9 +208,11 @@ def linear_tables(max_len: int, width: int, base: float, *, factor: float = 1.0)
 def llama3_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 8192,
                   low: float = 1.0, high: float = 4.0) -> Tables:  # fmt: skip
     """Llama-3.1: channels that turn less than low times in old_len are slowed by factor, those
-    that turn more than high times are not, between them linearly in the number of turns."""
+    that turn more than high times are not, between them linearly in the number of turns. low and
+    high may be one number."""
     frequencies = rope_frequencies(width, base)
-    kept = ((old_len * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    turns = old_len * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low or 1e-3)).clamp(0, 1)
     return rope_tables(frequencies * (kept + (1 - kept) / factor), max_len)
 
 
@@ -179,6 +229,7 @@ def yarn_tables(max_len: int, width: int, base: float, *, factor: float, old_len
     if rounded:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
+    high = high if high > low else low + 0.001  # as transformers: a ramp has some width
     pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
     slowed = ((pairs - low) / (high - low)).clamp(0, 1)
     return rope_tables(
@@ -202,7 +253,15 @@ def attention(s: Sizes, _layer: int, **options) -> tb.MultiHeadAttention:
 
 def stretched(s: Sizes, layer: int, *, tables: Callable, attn: Callable = attention) -> nn.Module:
     """An attention whose tables are made for a longer context."""
-    return own_tables(attn(s, layer), *tables(s.max_len, s.head_dim, s.base))
+    return with_tables(attn(s, layer), tables, s, s.head_dim)
+
+
+def gemma2_attention(s: Sizes, layer: int, *, scale: float,
+                     logit_softcap: float = 50.0) -> nn.Module:  # fmt: skip
+    """Soft-capped scores. Set afterwards: to try it out without memory takes torch's compiler."""
+    attn = attention(s, layer, scale=scale)
+    attn.logit_softcap = logit_softcap
+    return attn
 
 
 def gemma3_attention(s: Sizes, layer: int, *, scale: float, full_every: int, full_base: float,
@@ -211,7 +270,7 @@ def gemma3_attention(s: Sizes, layer: int, *, scale: float, full_every: int, ful
     attn = attention(s, layer, qk_norm=True, scale=scale)
     if (layer + 1) % full_every:
         return attn
-    return own_tables(attn, *linear_tables(s.max_len, s.head_dim, full_base, factor=factor))
+    return with_tables(attn, partial(linear_tables, factor=factor), s, s.head_dim, full_base)
 
 
 def olmo2_attention(s: Sizes, layer: int) -> nn.Module:
@@ -237,12 +296,13 @@ def llama4_attention(s: Sizes, layer: int, *, normed: bool, tables: Callable, ch
     if normed:
         for name in ("q_norm", "k_norm"):
             setattr(attn, name, nn.RMSNorm(s.head_dim, s.eps, elementwise_affine=False))
-    return own_tables(attn, *tables(s.max_len, s.head_dim, s.base))
+    return with_tables(attn, tables, s, s.head_dim)
 
 
 def gpt_oss_attention(s: Sizes, layer: int, *, tables: Callable) -> nn.Module:
-    attn = attention(s, layer, bias=True, attend=tb.SinkAttention(s.n_q_heads))
-    return own_tables(attn, *tables(s.max_len, s.head_dim, s.base))
+    """Biases, and sinks. Set afterwards: to try them out without memory takes torch's compiler."""
+    attn = with_parts(attention(s, layer, bias=True), attend=tb.SinkAttention(s.n_q_heads))
+    return with_tables(attn, tables, s, s.head_dim)
 
 
 def latent_attention(s: Sizes, _layer: int, *, kv_rank: int, q_rank: int | None, nope_dim: int,
@@ -254,7 +314,7 @@ def latent_attention(s: Sizes, _layer: int, *, kv_rank: int, q_rank: int | None,
         v_dim=v_dim, q_rank=q_rank,
     )  # fmt: skip
     attn.scale *= score_gain
-    return own_tables(attn, *tables(s.max_len, rope_dim, s.base))
+    return with_tables(attn, tables, s, rope_dim)
 
 
 def swiglu(s: Sizes, _layer: int) -> nn.Module:
@@ -306,10 +366,26 @@ def gpt_oss_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
 # =============================================================================================
 
 
+def make_blocks(s: Sizes, make_block: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    """make_block, or with s.shared the first block of a kind for all layers of that kind."""
+    if s.shared is None:
+        return make_block
+    made = {}
+
+    def first_of_its_kind(layer: int) -> nn.Module:
+        kind = s.shared(layer)
+        if kind not in made:
+            made[kind] = make_block(layer)
+        return made[kind]
+
+    return first_of_its_kind
+
+
 def stack(s: Sizes, make_block: Callable[[int], nn.Module], **options) -> tb.DecoderOnlyLM:
-    options = {"tie_embeddings": s.tied, "max_len": s.max_len, "rope_base": s.base} | options
+    """The shell around these blocks: tables, final RMSNorm, head."""
+    options = {"tie_embeddings": s.tied, "max_len": s.table_rows, "rope_base": s.base} | options
     heads = s.n_q_heads, s.n_kv_heads, s.d_ff
-    options |= {"make_block": make_block, "eps": s.eps}
+    options |= {"make_block": make_blocks(s, make_block), "eps": s.eps}
     return tb.DecoderOnlyLM(s.vocab_size, s.d_model, s.n_layers, *heads, **options)
 
 
@@ -338,12 +414,13 @@ def local_global(s: Sizes, window: int, full_every: int) -> list[int | None]:
 
 
 def gpt2(s: Sizes) -> nn.Module:
-    return LearnedPositionLM(
-        s,
-        lambda _: tb.GPT2StyleDecoderLayer(
-            s.d_model, s.n_q_heads, s.d_ff, act=tanh_gelu, eps=s.eps
-        ),
-    )
+    """Learned positions, LayerNorm, biases, tanh GELU."""
+
+    def block(_layer: int) -> nn.Module:
+        sizes = s.d_model, s.n_q_heads, s.d_ff
+        return tb.GPT2StyleDecoderLayer(*sizes, act=tanh_gelu, eps=s.eps)
+
+    return LearnedPositionLM(s, make_blocks(s, block))
 
 
 def parallel(s: Sizes, *, attn: Callable, ffn: Callable, shared_norm: bool, rope_dim: int,
@@ -416,15 +493,15 @@ ADJACENT = {"Pairs": "adjacent"}
 PORTED = {"Pairs": "adjacent*"}
 UNSCALED = linear_tables
 GPT3 = {
-    **{
-        "Norm": "as GPT-2",
-        "eps": "n/s",
-        "Biases": "n/s",
-        "Position": "as GPT-2",
-        "FFN": "as GPT-2",
-    },
-    **{"Window": "banded sparse, alternating", "Extras": "none stated"},
-    **{"Vocabulary": "n/s", "Tied": "n/s"},
+    "Norm": "as GPT-2",
+    "eps": "n/s",
+    "Biases": "n/s",
+    "Position": "as GPT-2",
+    "FFN": "as GPT-2",
+    "Window": "banded sparse, alternating",
+    "Extras": "none stated",
+    "Vocabulary": "n/s",
+    "Tied": "n/s",
 }
 PALM = {"Topology": "parallel", "eps": "n/s", "Position": "RoPE", "Pairs": "n/s", "Theta": "n/s"}
 PALM |= {"Extras": "logits scaled", "Vocabulary": "256k"}
@@ -450,10 +527,6 @@ OSS_WINDOWS = {"window": 128, "full_every": 2, "attn": partial(gpt_oss_attention
 BIASED = partial(attention, bias=True)
 BIASED_GELU = partial(dense, act=tanh_gelu, bias=True)
 PLAIN_GELU = partial(dense, act=F.gelu, bias=False)
-
-
-def gemma2_attention(scale: float) -> Callable:
-    return partial(attention, scale=scale, logit_softcap=50.0)
 
 
 RECIPES = {
@@ -564,6 +637,7 @@ RECIPES = {
         (109e9, 17e9),
         "meta-llama/llama-models model card; 109B counts the vision part",
         ADJACENT,
+        kinds=lambda layer: layer % 4 == 3,
     ),
     "Llama-4 Maverick": Recipe(
         serial,
@@ -579,6 +653,7 @@ RECIPES = {
         (400e9, 17e9),
         "meta-llama/llama-models model card",
         ADJACENT,
+        kinds=lambda layer: layer % 4,
     ),
     "Mistral 7B v0.1": Recipe(
         windowed,
@@ -639,7 +714,7 @@ RECIPES = {
     "Gemma-2 9B": Recipe(
         gemma,
         Sizes(42, 3584, 16, 8, 256, 14336, **GEMMA),
-        {"attn": gemma2_attention(256**-0.5), "window": 4096, "full_every": 2}
+        {"attn": partial(gemma2_attention, scale=256**-0.5), "window": 4096, "full_every": 2}
         | {"logit_softcap": 30.0},
         (9.24e9, None),
         "arXiv:2408.00118 Table 2",
@@ -648,7 +723,7 @@ RECIPES = {
     "Gemma-2 27B": Recipe(
         gemma,
         Sizes(46, 4608, 32, 16, 128, 36864, **GEMMA),
-        {"attn": gemma2_attention(144**-0.5), "window": 4096, "full_every": 2}
+        {"attn": partial(gemma2_attention, scale=144**-0.5), "window": 4096, "full_every": 2}
         | {"logit_softcap": 30.0},
         (27.2e9, None),
         "arXiv:2408.00118 Table 2",
@@ -664,6 +739,7 @@ RECIPES = {
         (1.0e9, None),
         "arXiv:2503.19786 Table 1",
         PLUS_ONE | {"Theta": "1,000,000; local 10,000"},
+        kinds=lambda layer: layer % 6 == 5,
     ),
     "Gemma-3 27B": Recipe(
         gemma,
@@ -677,6 +753,7 @@ RECIPES = {
         (27.0e9, None),
         "arXiv:2503.19786 Table 1",
         PLUS_ONE | {"Theta": "1,000,000; local 10,000"},
+        kinds=lambda layer: layer % 6 == 5,
     ),
     "DeepSeek-V2": Recipe(
         serial,
@@ -690,6 +767,7 @@ RECIPES = {
         (236e9, 21e9),
         "arXiv:2405.04434",
         ADJACENT,
+        kinds=lambda layer: layer >= 1,
     ),
     "DeepSeek-V3": Recipe(
         serial,
@@ -703,6 +781,7 @@ RECIPES = {
         (671e9, 37e9),
         "arXiv:2412.19437",
         ADJACENT,
+        kinds=lambda layer: layer >= 3,
     ),
     "OLMo-2 7B": Recipe(
         olmo2,
@@ -781,16 +860,33 @@ def built(name: str) -> nn.Module:
         return RECIPES[name].build()
 
 
+@cache
+def outlined(name: str) -> nn.Module:
+    """The same with one block for all layers of a kind, which takes a fraction of the time."""
+    with torch.device("meta"), Unfilled():
+        return RECIPES[name].outline()
+
+
 def count(*modules: nn.Module | None) -> int:
+    """Parameters of these modules; one that is given twice counts twice."""
     return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
+
+def all_parameters(model: nn.Module) -> int:
+    """Of the shell once, and of the blocks layer by layer: an outline counts as the whole."""
+    layers = collections.Counter(model.blocks)
+    more = sum((n - 1) * count(block) for block, n in layers.items())
+    return count(model) + more
 
 
 def idle_parameters(model: nn.Module) -> int:
     """Parameters of the experts that a token does not use."""
-    mixtures = [part for part in model.modules() if isinstance(part, tb.MixtureFFN)]
-    return sum(
-        count(m.experts) * (len(m.experts) - m.router.top_k) // len(m.experts) for m in mixtures
-    )
+    idle = 0
+    for ffn, layers in collections.Counter(block.ffn for block in model.blocks).items():
+        if isinstance(ffn, tb.MixtureFFN):
+            share = count(ffn.experts) // len(ffn.experts)
+            idle += layers * share * (len(ffn.experts) - ffn.router.top_k)
+    return idle
 
 
 def cache_elements(attn: nn.Module) -> int:
@@ -839,20 +935,23 @@ def norm_name(norm: nn.Module) -> str:
     return "RMSNorm"
 
 
+def bias_place(name: str) -> str:
+    """Where a bias stands, from the name of the parameter."""
+    owner = name.split(".")[-2]
+    if "norm" in owner:
+        return "norms"
+    if owner in ("lm_head", "router"):
+        return owner.removeprefix("lm_")
+    if "experts" in name:
+        return "experts"
+    if owner == "o_proj":
+        return "o"
+    return "qkv" if ".attn." in name else "FFN"
+
+
 def biases(model: nn.Module) -> str:
-    groups = set()
-    for name, _ in model.named_parameters():
-        if name.endswith(".bias"):
-            owner = name.split(".")[-2]
-            groups |= {
-                "norms" if "norm" in owner else
-                "head" if owner == "lm_head" else
-                "router" if owner == "router" else
-                "experts" if "experts" in name else
-                "o" if owner == "o_proj" else
-                "qkv" if ".attn." in name else
-                "FFN"
-            }  # fmt: skip
+    """Which parts have a bias, in words."""
+    names = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
     words = {
         "": "none",
         "qkv": "q, k, v",
@@ -861,7 +960,7 @@ def biases(model: nn.Module) -> str:
         "FFN head norms": "FFN, norms, head",
         "experts o qkv router": "attention, experts, router",
     }
-    found = " ".join(sorted(groups))
+    found = " ".join(sorted(set(map(bias_place, names))))
     return words.get(found, found)
 
 
@@ -965,10 +1064,10 @@ def billions(number: float) -> str:
 @cache
 def cells(name: str) -> dict[str, str]:
     """Every cell of a row, by column: from the composed model, or as stated by the authors."""
-    recipe, model = RECIPES[name], built(name)
+    recipe, model = RECIPES[name], outlined(name)
     attn, (width, plain) = model.blocks[0].attn, ffn_widths(model)
     latent = isinstance(attn, tb.MultiHeadLatentAttention)
-    total, cached = count(model), sum(cache_elements(block.attn) for block in model.blocks)
+    total, cached = all_parameters(model), sum(cache_elements(block.attn) for block in model.blocks)
     learned = isinstance(model, LearnedPositionLM)
     shown = {
         "Topology": topology(model.blocks[0]),
@@ -1001,12 +1100,27 @@ def cells(name: str) -> dict[str, str]:
 
 
 FRONT = {  # the table in front: these columns of these models
-    **dict.fromkeys(("Topology", "Norm", "Position"), ":--"),
-    **{"q/kv": "--:", "FFN": ":--", "Ratio": "--:", "Extras": ":--"},
+    "Topology": ":--",
+    "Norm": ":--",
+    "Position": ":--",
+    "q/kv": "--:",
+    "FFN": ":--",
+    "Ratio": "--:",
+    "Extras": ":--",
 }
 FRONT_MODELS = [
-    *("GPT-2 XL", "GPT-NeoX 20B", "PaLM 540B", "Command-R 35B", "Llama-2 70B", "Llama-3 8B"),
-    *("Mixtral 8x7B", "Qwen3 8B", "Gemma-3 27B", "OLMo-2 7B", "DeepSeek-V3", "gpt-oss 120b"),
+    "GPT-2 XL",
+    "GPT-NeoX 20B",
+    "PaLM 540B",
+    "Command-R 35B",
+    "Llama-2 70B",
+    "Llama-3 8B",
+    "Mixtral 8x7B",
+    "Qwen3 8B",
+    "Gemma-3 27B",
+    "OLMo-2 7B",
+    "DeepSeek-V3",
+    "gpt-oss 120b",
 ]
 TABLES = {  # title: column: alignment, as the notes have them
     "norms and biases": {"Topology": "---", "Norm": "---", "eps": "--:", "Biases": "---"},
@@ -1052,10 +1166,14 @@ def described(module: nn.Module) -> str:
     if isinstance(module, tb.MixtureFFN):
         router, shared = module.router, module.shared
         parts = [f"{type(router).__name__}, top-{router.top_k} of {len(module.experts)}"]
-        parts += [f"groups: best {router.top_groups} of {router.n_groups}"] * (router.n_groups > 1)
-        parts += ["not renormalised"] * (not router.renormalise)
-        parts += [f"times {router.scale:g}"] * (router.scale != 1)
-        parts += ["weight on the input"] * module.weigh_input
+        if router.n_groups > 1:
+            parts.append(f"groups: best {router.top_groups} of {router.n_groups}")
+        if not router.renormalise:
+            parts.append("not renormalised")
+        if router.scale != 1:
+            parts.append(f"times {router.scale:g}")
+        if module.weigh_input:
+            parts.append("weight on the input")
         parts += [f"experts {described(module.experts[0])}", f"shared {described(shared)}"]
         return f"{name}({'; '.join(parts)})"
     if isinstance(module, (tb.DenseFFN, tb.GatedFFN, tb.ClampedGatedFFN)):
@@ -1087,7 +1205,7 @@ def numbers(layers: list[int]) -> str:
 
 def details(name: str) -> str:
     """How a model is composed, what each part holds and what a token costs."""
-    recipe, model = RECIPES[name], built(name)
+    recipe, model = RECIPES[name], outlined(name)
     lines = [
         name,
         "",
@@ -1101,7 +1219,7 @@ def details(name: str) -> str:
             f"    attn  {attn}" + (f", sees {seen:,} positions" if seen else ""),
             f"    ffn   {ffn}",
         ]
-    total, idle = count(model), idle_parameters(model)
+    total, idle = all_parameters(model), idle_parameters(model)
     blocks, head = list(model.blocks), count(model.lm_head)
     tables = count(model.embedding, getattr(model, "positions", None))
     held = {

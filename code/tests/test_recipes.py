@@ -62,11 +62,11 @@ COUNTED = {
 def test_parameters_at_real_size(name):
     """Those of the released sizes exactly, and nearly what the authors print.
 
-    gpt-oss leaves its input table out of the active ones, Scout counts its vision part.
+    gpt-oss leaves its input table out of the active ones, Scout counts its vision part. An outline,
+    one block for all layers of a kind, counts and describes as the whole model.
     """
     model, (printed, printed_active) = recipes.built(name), RECIPES[name].published
     assert all(parameter.is_meta for parameter in model.parameters())
-    recipes.cells(name)  # kept for the tables of the notes: these models take long to make
     total = recipes.count(model)
     active = total - recipes.idle_parameters(model)
     assert (total, active) == (
@@ -75,6 +75,20 @@ def test_parameters_at_real_size(name):
     assert total == pytest.approx(printed, rel=0.04)
     active -= recipes.count(model.embedding) if name.startswith("gpt-oss") else 0
     assert active == pytest.approx(printed_active or printed, rel=0.04)
+
+    outline = recipes.outlined(name)
+    assert len(set(model.blocks)) == len(outline.blocks) > len(set(outline.blocks))
+    assert recipes.all_parameters(outline) == recipes.all_parameters(model) == total
+    assert recipes.idle_parameters(outline) == recipes.idle_parameters(model)
+    assert recipes.layer_groups(outline) == recipes.layer_groups(model)
+    for ours, theirs in zip(outline.blocks, model.blocks):
+        assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+        assert own_hooks(ours) == own_hooks(theirs)
+
+
+def own_hooks(block: torch.nn.Module) -> int:
+    """How many parts turn by tables of their own."""
+    return sum(len(part._forward_pre_hooks) for part in block.modules())
 
 
 def test_a_layer_runs_at_real_size_without_memory():
@@ -131,6 +145,106 @@ def test_stretched_tables():
     assert ratio[[9, 17]].tolist() == pytest.approx([1.104, 13.76], rel=5e-3)
     assert ratio[18:] == pytest.approx(torch.full((14,), 32.0), rel=1e-3)
     assert cos[0].tolist() == pytest.approx([1.3466] * 64, rel=1e-4)
+
+
+@pytest.mark.parametrize(("width", "old_len"), [(4, 6), (4, 8), (8, 6), (16, 6), (64, 6), (2, 6)])
+def test_yarn_with_a_ramp_of_no_width_is_as_in_transformers(width, old_len):
+    """Both ends of the ramp fall on one pair: theirs widens it by 0.001."""
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "attention_factor": 1.0}
+    rope |= {"original_max_position_embeddings": old_len, "beta_fast": 32.0, "beta_slow": 1.0}
+    config = transformers.LlamaConfig(
+        hidden_size=width, num_attention_heads=1, head_dim=width, rope_parameters=rope
+    )
+    theirs = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[0]
+    cos, sin = recipes.yarn_tables(2, width, 1e4, factor=8.0, old_len=old_len)
+    ours = torch.atan2(sin[1], cos[1])[: width // 2]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_ramp_of_no_width_is_a_step():
+    """Llama-3.1's with low = high: pairs that turn more are kept, those that turn less slowed."""
+    cos, sin = recipes.llama3_tables(2, 64, 1e4, factor=8.0, old_len=64, low=2.0, high=2.0)
+    plain = recipes.rope_frequencies(64, 1e4)
+    ratio = plain / torch.atan2(sin[1], cos[1])[:32].double()
+    turns = 64 * plain / (2 * torch.pi)
+    assert ratio[turns > 2.01] == pytest.approx(torch.ones(int((turns > 2.01).sum())), rel=1e-4)
+    slow = ratio[turns < 2]
+    assert slow == pytest.approx(torch.full((len(slow),), 8.0), rel=1e-3)
+
+
+# =============================================================================================
+# Learned positions
+# =============================================================================================
+
+
+def small_gpt2(max_len: int = 12) -> recipes.LearnedPositionLM:
+    torch.manual_seed(0)
+    model = recipes.gpt2(recipes.Sizes(2, 16, 4, 4, 4, 24, 31, tied=True, max_len=max_len))
+    return model.double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hidden", [[0, 1, 2], [0, 3, 5], [6, 7], [0, 1, 7], [2, 4]])
+def test_learned_positions_follow_the_padding_mask(hidden):
+    """Three pads on the left, or anywhere: the row as without padding, at once and in steps."""
+    model, ids = small_gpt2(), torch.randint(31, (2, 8))
+    real = torch.ones(2, 8, dtype=torch.bool)
+    real[0, hidden] = False
+    alone = [model(ids[b, real[b]][None])[0] for b in range(2)]
+    whole = model(ids, key_padding_mask=real)
+    caches = model.new_caches()
+    steps = [
+        model(ids[:, start:end], kv_caches=caches, key_padding_mask=real[:, :end])
+        for start, end in ((0, 3), (3, 4), (4, 8))
+    ]
+    for out in (whole, torch.cat(steps, dim=1)):
+        for b in range(2):
+            torch.testing.assert_close(out[b, real[b]], alone[b], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_learned_positions_generate_with_padding_on_the_left():
+    model, ids = small_gpt2(20), torch.randint(31, (2, 6))
+    real = torch.arange(6) >= torch.tensor([[0], [4]])
+    tokens = model.generate(ids, 5, key_padding_mask=real)
+    assert torch.equal(tokens[1:, 4:], model.generate(ids[1:, 4:], 5))
+    for end in range(7, 12):
+        picked = model(tokens[:1, : end - 1])[:, -1].argmax()
+        assert picked == tokens[0, end - 1]
+
+
+def test_learned_positions_past_their_table_are_refused():
+    model = small_gpt2(max_len=6)
+    caches = model.new_caches()
+    with pytest.raises(ValueError, match="ids would reach position 7, past max_len=6"):
+        model(torch.zeros(1, 7, dtype=torch.long))
+    model(torch.zeros(1, 5, dtype=torch.long), kv_caches=caches)
+    with pytest.raises(ValueError, match=r"ids.*max_len=6"):
+        model(torch.zeros(1, 2, dtype=torch.long), kv_caches=caches)
+    for ids in ([[31]], [[-1]]):
+        with pytest.raises(ValueError, match="ids"):
+            model(torch.tensor(ids), kv_caches=caches)
+    with pytest.raises(TypeError, match="ids"):
+        model(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="kv_caches"):
+        model(torch.zeros(1, 1, dtype=torch.long), kv_caches=caches[:1])
+    assert [cache.next_pos for cache in caches] == [5, 5]
+
+
+@torch.no_grad()
+def test_learned_positions_logits_go_through_the_embeddings_own_call():
+    """A hook on the embedding sees ids and vectors; an adapter put in its place is called."""
+    model, ids = small_gpt2(), torch.randint(31, (1, 5))
+    expected, seen = model(ids), []
+    model.embedding.register_forward_hook(lambda _m, given, _out: seen.append(given[0].dtype))
+    assert torch.equal(model(ids), expected)
+    assert seen == [torch.int64, torch.float64]
+    plain = torch.nn.Embedding(33, 16).double()  # two rows more
+    plain.weight[:31] = model.embedding.weight
+    model.embedding = plain
+    torch.testing.assert_close(model(ids)[..., :31], expected)
+    assert model.generate(ids, 3, eos_id=32).shape[1] <= 8
 
 
 # =============================================================================================
