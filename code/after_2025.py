@@ -206,48 +206,30 @@ class DocumentPacking:
         return kept.masked_fill((owner != self.document[:, -1:])[..., None], 0)
 
 
-class DeltaNetState:
-    """What a GatedDeltaNet keeps in place of keys and values: no larger after 10^6 tokens.
+class StateCache:
+    """What a layer keeps where no single tokens can be cut out of it: the tensors named in parts.
 
-    state [B, H, k_dim, v_dim] and columns [B, conv_width - 1, channels], what the convolution still
-    reads; None when empty. real [B, next_pos] is what key_padding_mask has said, begin [B] where
-    the document in hand begins; None without. next_pos, reset and truncate are as in KVCache, but
-    no tokens can be cut out of a state: truncate goes back to where the last forward began (that is
-    kept too) or to 0 (ValueError for another length).
+    next_pos, reset and truncate are as in KVCache, but truncate goes back to where the last forward
+    began (that is kept too) or to 0 (ValueError for another length). No tensor is written to.
     """
+
+    parts: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.next_pos = 0
-        self.state = self.columns = self.real = self.begin = self._before = None
+        self.next_pos, self._before = 0, None
+        for name in self.parts:
+            setattr(self, name, None)
 
-    def read(self, x: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """state and columns of these shapes to go on from with tokens x: zeros when empty.
-
-        Raises ValueError where other shapes are held, TypeError for another dtype or device.
-        """
-        wide = at_least_float32(x[:0]).dtype
-        if self.state is None:
-            return x.new_zeros(shapes[0], dtype=wide), x.new_zeros(shapes[1])
-        held = zip(("state", "columns"), (self.state, self.columns), shapes, (wide, x.dtype))
-        for name, tensor, shape, dtype in held:
-            if tensor.shape != shape:
-                came = f"got {list(tensor.shape)}"
-                raise ValueError(f"kv_cache must hold {name} {list(shape)}, {came}")
-            if tensor.dtype != dtype or tensor.device != x.device:
-                came = f"got {tensor.dtype} on {tensor.device}"
-                raise TypeError(f"kv_cache must hold {name} in {dtype} on {x.device}, {came}")
-        return self.state, self.columns
-
-    def update(self, length: int, state: Tensor, columns: Tensor, real: Tensor | None = None,
-               begin: Tensor | None = None) -> None:  # fmt: skip
-        """Hold what is there length tokens later. No tensor is written to."""
-        self._before = self.next_pos, self.state, self.columns, self.real, self.begin
-        self.next_pos, self.state, self.columns = self.next_pos + length, state, columns
-        self.real, self.begin = real, begin
+    def update(self, length: int, **parts: Tensor | None) -> None:
+        """Hold what is there length tokens later."""
+        self._before = self.next_pos, {name: getattr(self, name) for name in self.parts}
+        self.next_pos += length
+        for name in self.parts:
+            setattr(self, name, parts.get(name))
 
     def truncate(self, length: int) -> None:
         """Go back to where the last forward began, or to 0; next_pos changes nothing."""
@@ -261,20 +243,55 @@ class DeltaNetState:
         if length == 0:
             self.reset()
         elif length != self.next_pos:
-            self.next_pos, self.state, self.columns, self.real, self.begin = self._before
-            self._before = None
+            self.next_pos, parts = self._before
+            vars(self).update(parts, _before=None)
 
-    def __deepcopy__(self, memo: dict) -> "DeltaNetState":
-        """A state of its own, also after a forward with gradients: deepcopy takes no graph."""
+    def require_part(self, name: str, shape: tuple, dtype: torch.dtype, device: object) -> Tensor:
+        """The part; ValueError where it has another shape, TypeError for dtype or device."""
+        tensor = getattr(self, name)
+        if tensor.shape != shape:
+            came = f"got {list(tensor.shape)}"
+            raise ValueError(f"kv_cache must hold {name} {list(shape)}, {came}")
+        if tensor.dtype != dtype or tensor.device != device:
+            came = f"got {tensor.dtype} on {tensor.device}"
+            raise TypeError(f"kv_cache must hold {name} in {dtype} on {device}, {came}")
+        return tensor
+
+    def __deepcopy__(self, memo: dict) -> "StateCache":
+        """One of its own, also after a forward with gradients: deepcopy takes no graph."""
         twin = memo[id(self)] = object.__new__(type(self))
 
         def own(value: object) -> object:
+            if isinstance(value, dict):
+                return {name: own(part) for name, part in value.items()}
             if isinstance(value, tuple):
                 return tuple(map(own, value))
             return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value, memo)
 
-        vars(twin).update({name: own(value) for name, value in vars(self).items()})
+        vars(twin).update(own(vars(self)))
         return twin
+
+
+class DeltaNetState(StateCache):
+    """What a GatedDeltaNet keeps in place of keys and values: no larger after 10^6 tokens.
+
+    state [B, H, k_dim, v_dim] and columns [B, conv_width - 1, channels], what the convolution still
+    reads; None when empty. real [B, next_pos] is what key_padding_mask has said, begin [B] where
+    the document in hand begins; None without.
+    """
+
+    parts = "state", "columns", "real", "begin"
+
+    def read(self, x: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """state and columns of these shapes to go on from with tokens x: zeros when empty.
+
+        Raises ValueError where other shapes are held, TypeError for another dtype or device.
+        """
+        wide = at_least_float32(x[:0]).dtype
+        if self.state is None:
+            return x.new_zeros(shapes[0], dtype=wide), x.new_zeros(shapes[1])
+        state = self.require_part("state", shapes[0], wide, x.device)
+        return state, self.require_part("columns", shapes[1], x.dtype, x.device)
 
 
 class GatedDeltaNet(nn.Module):
@@ -344,7 +361,7 @@ class GatedDeltaNet(nn.Module):
         gate = F.silu(self.gate_proj(x).to(v)).unflatten(-1, (-1, self.v_dim))
         out = (self.norm(out.transpose(1, 2)) * gate).to(x.dtype)  # (B, T, H, v_dim)
         out = self.o_proj(out.flatten(2))
-        cache.update(T, state, columns, real, begin)
+        cache.update(T, state=state, columns=columns, real=real, begin=begin)
         return (out if packing is None else packing.back(out)), (state, columns)
 
 
@@ -448,25 +465,38 @@ class IndexedSparseAttention(nn.Module):
     def forward(self, x: Tensor, *, mask: Tensor | None = None,
                 key_padding_mask: Tensor | None = None, causal: bool = False,
                 cos: Tensor | None = None, sin: Tensor | None = None,
-                kv_cache: "IndexedCache | None" = None,
-                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+                kv_cache: "IndexedCache | None" = None, start_pos: int | None = None,
+                choice: list | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """choice, an empty list, gets what was chosen: [B, T, top_k], or None where that is all."""
         keep, rows = require_indexed(self, x, mask, key_padding_mask, causal, cos, sin, kv_cache,
                                      start_pos)  # fmt: skip
         keys = self.index_keys(x, *rows)  # (B, 1, T, index_dim)
         keys = keys if kv_cache is None else kv_cache.append_index(keys)  # (B, 1, S, index_dim)
-        at = {"cos": cos, "sin": sin, "start_pos": start_pos}
-        if keys.shape[2] <= self.top_k:  # every key is chosen
-            seen = {"mask": mask, "key_padding_mask": key_padding_mask, "causal": causal}
-            return self.attn(x, kv_cache=kv_cache, **seen, **at)
-        scores = self.index_scores(x, keys, *rows)  # (B, T, S)
-        if keep is not None:
-            scores = scores.masked_fill(~keep, -math.inf)
-        chosen = scores.topk(self.top_k, dim=-1).indices  # (B, T, top_k)
-        if x.shape[1] == 1 and keep is None:
-            return self.attn(x, kv_cache=ChosenRows(kv_cache, chosen[:, 0]), **at)
-        allowed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
-        allowed = allowed if keep is None else allowed & keep  # a query may have fewer than top_k
-        return self.attn(x, mask=allowed, kv_cache=kv_cache, **at)
+        chosen = None
+        if keys.shape[2] > self.top_k:
+            scores = self.index_scores(x, keys, *rows)  # (B, T, S)
+            if keep is not None:
+                scores = scores.masked_fill(~keep, -math.inf)
+            chosen = scores.topk(self.top_k, dim=-1).indices  # (B, T, top_k)
+        if choice is not None:
+            choice.append(chosen)
+        options = {"cos": cos, "sin": sin, "start_pos": start_pos}
+        return attend_chosen(self.attn, x, chosen, keep, kv_cache, keys.shape[2], options)
+
+
+def attend_chosen(
+    attn: nn.Module, x: Tensor, chosen: Tensor | None, keep: Tensor | None,
+    kv_cache: object, S: int, options: dict,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """attn(x) over the chosen [B, T, top_k] of S keys, all for None, that keep [B, T, S] allows."""
+    if chosen is None:
+        return attn(x, mask=keep, kv_cache=kv_cache, **options)
+    if x.shape[1] == 1 and keep is None:
+        return attn(x, kv_cache=ChosenRows(kv_cache, chosen[:, 0]), **options)
+    allowed = torch.zeros(*chosen.shape[:2], S, dtype=torch.bool, device=x.device)
+    allowed = allowed.scatter(-1, chosen, True)
+    allowed = allowed if keep is None else allowed & keep  # a query may have fewer than top_k
+    return attn(x, mask=allowed, kv_cache=kv_cache, **options)
 
 
 # =============================================================================================
@@ -481,8 +511,8 @@ def sinkhorn(logits: Tensor, n_rounds: int = 20, eps: float = 1e-6) -> Tensor:
     It ends on columns, which are exact up to eps; rows come close with the rounds.
     """
     matrix = logits.softmax(dim=-1) + eps
-    for round in range(n_rounds):
-        if round:
+    for i in range(n_rounds):
+        if i > 0:
             matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + eps)
         matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
     return matrix
@@ -566,13 +596,15 @@ class HyperConnectedBlock(nn.Module):
     """ModernDecoderBlock on several streams: its two residual additions are HyperConnections.
 
     forward takes and returns streams [B, T, n, d]; x [B, T, d], in the first block of a stack, is
-    copied to all of them. In DecoderOnlyLM, final_norm becomes nn.Sequential(StreamCollapse(d, n),
-    final_norm).
+    copied to all of them. attn_streams and ffn_streams replace the connections. choice goes to
+    attn, ids [B, T] to ffn, where given. In DecoderOnlyLM, final_norm becomes
+    nn.Sequential(StreamCollapse(d, n), final_norm).
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
                  d_ff: int = 256, *, n_streams: int = 4, attn: nn.Module | None = None,
-                 ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
+                 ffn: nn.Module | None = None, attn_streams: nn.Module | None = None,
+                 ffn_streams: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
         require_parts(attn, ffn, d_ff, eps)
         require_value(int, above=1, n_streams=n_streams)
@@ -581,18 +613,26 @@ class HyperConnectedBlock(nn.Module):
         self.attn, self.ffn = attn, GatedFFN(d_model, d_ff) if ffn is None else ffn
         self.d_model, self.n_streams = d_model, n_streams
         self.norm1, self.norm2 = RMSNorm(d_model, eps), RMSNorm(d_model, eps)
-        self.attn_streams = HyperConnection(d_model, n_streams)
-        self.ffn_streams = HyperConnection(d_model, n_streams)
+        if attn_streams is None:
+            attn_streams = HyperConnection(d_model, n_streams)
+        if ffn_streams is None:
+            ffn_streams = HyperConnection(d_model, n_streams)
+        self.attn_streams, self.ffn_streams = attn_streams, ffn_streams
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
-                start_pos: int | None = None) -> Tensor:  # fmt: skip
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+                start_pos: int | None = None, choice: list | None = None,
+                ids: Tensor | None = None) -> Tensor:  # fmt: skip
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        shared = {} if choice is None else {"choice": choice}
+        tokens = {} if ids is None else {"ids": ids}
         if isinstance(x, Tensor) and x.dim() == 3:
             x = x[:, :, None].expand(-1, -1, self.n_streams, -1)  # (B, T, n, d)
-        x = self.attn_streams(x, lambda h: self.attn(self.norm1(h), **seen, **at)[0])
-        return self.ffn_streams(x, lambda h: self.ffn(self.norm2(h)))
+        x = self.attn_streams(
+            x, lambda h: self.attn(self.norm1(h), **masks, **position, **shared)[0]
+        )
+        return self.ffn_streams(x, lambda h: self.ffn(self.norm2(h), **tokens))
 
 
 # =============================================================================================
@@ -890,18 +930,28 @@ def demo_A02(_device: str = "cpu") -> tuple[bool, str]:
     zero = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
     read, state = delta_rule_recurrent(k, k, v, decay, beta, zero)
     by_hand = [*state.flatten().tolist(), read[0, 0, 2, 0].item()]
-    inputs = [tb.check_draw(2, 3, 11, width) for width in (4, 4, 5)]
-    inputs = [*inputs[:2], inputs[2], -tb.check_draw(2, 3, 11).exp(), tb.check_draw(2, 3, 11)]
-    inputs[1] = F.normalize(inputs[1], dim=-1)
-    inputs = *inputs[:4], inputs[4].sigmoid(), tb.check_draw(2, 3, 4, 5)
+    inputs = (
+        tb.check_draw(2, 3, 11, 4),  # q
+        F.normalize(tb.check_draw(2, 3, 11, 4), dim=-1),  # k
+        tb.check_draw(2, 3, 11, 5),  # v
+        -tb.check_draw(2, 3, 11).exp(),  # log_decay
+        tb.check_draw(2, 3, 11).sigmoid(),  # beta
+        tb.check_draw(2, 3, 4, 5),  # state
+    )
     slow = delta_rule_recurrent(*inputs)
     forms = [delta_rule_chunked(*inputs, chunk) for chunk in (1, 4, 64)]
     gap = max(tb.check_gap(a, b) for form in forms for a, b in zip(form, slow))
-    long = [tb.check_draw(1, 1, 200, 2), F.normalize(tb.check_draw(1, 1, 200, 2), dim=-1)]
-    long = *long, tb.check_draw(1, 1, 200, 3), torch.full((1, 1, 200), -20.0).double()
-    long = *long, torch.ones(1, 1, 200).double(), torch.zeros(1, 1, 2, 3).double()
-    long[3][0, 0, [0, 70, 71, 128]] = -math.inf
-    long[3].requires_grad_()
+    log_decay = torch.full((1, 1, 200), -20.0).double()
+    log_decay[0, 0, [0, 70, 71, 128]] = -math.inf
+    log_decay.requires_grad_()
+    long = (
+        tb.check_draw(1, 1, 200, 2),
+        F.normalize(tb.check_draw(1, 1, 200, 2), dim=-1),
+        tb.check_draw(1, 1, 200, 3),
+        log_decay,
+        torch.ones(1, 1, 200).double(),
+        torch.zeros(1, 1, 2, 3).double(),
+    )
     fast = delta_rule_chunked(*long)[0]  # e^-20 a step, and 0 at four of them
     fast.sum().backward()
 
@@ -939,7 +989,7 @@ def demo_A02(_device: str = "cpu") -> tuple[bool, str]:
         by_hand=max(abs(a - b) for a, b in zip(by_hand, (1.24, 0.32, 1.0))) < 1e-12,
         forms=gap < 1e-11,
         fading=tb.check_close(fast, delta_rule_recurrent(*long)[0])
-        and bool(long[3].grad.isfinite().all()),
+        and bool(log_decay.grad.isfinite().all()),
         formula=max(formula, kept) < 1e-11,
         chunks=chunks < 1e-11,
         padding=left < 1e-11,

@@ -299,7 +299,7 @@ def test_the_state_does_not_grow_and_holds_no_more_than_it_says():
     held = []
     for length in (500, 1, 1):
         layer(torch.randn(1, length, D), kv_cache=state)
-        pairs = state.state, state.columns, *state._before[1:]
+        pairs = state.state, state.columns, *state._before[1].values()
         held.append(sum(t.untyped_storage().nbytes() for t in pairs if t is not None))
     assert held[1] == held[2] == 2 * held[0] == 2 * 4 * (6 * 5 * 7 + 3 * (2 * 10 + 42))
 
@@ -801,16 +801,21 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("return kept.masked_fill((owner", "return kept or ((owner"),
         ("owner != self.document[:, -1:]", "owner != owner[:, -1:]"),
     ],
-    "DeltaNetState": [
-        ("self.next_pos + length, state, columns", "self.next_pos + 1, state, columns"),
+    "StateCache": [
+        ("self.next_pos += length", "self.next_pos += 1"),
         (
-            "self._before = self.next_pos, self.state, self.columns, self.real, self.begin",
+            "self._before = self.next_pos, {name: getattr(self, name) for name in self.parts}",
             "self._before = None",
         ),
         ("if length == 0:", "if length < self.next_pos:"),
         ("if tensor.shape != shape:", "if False:"),
-        ("if tensor.dtype != dtype or tensor.device != x.device:", "if False:"),
+        ("if tensor.dtype != dtype or tensor.device != device:", "if False:"),
         ("value.clone() if", "value if"),
+        ("setattr(self, name, parts.get(name))", "setattr(self, name, parts[self.parts[0]])"),
+    ],
+    "DeltaNetState": [
+        ('self.require_part("state", shapes[0], wide, x.device)', "self.state"),
+        ("wide = at_least_float32(x[:0]).dtype", "wide = x.dtype"),
     ],
     "GatedDeltaNet": [
         ("F.silu(mixed)", "mixed"),
@@ -832,8 +837,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("q * self.k_dim**-0.5", "q * self.v_dim**-0.5"),
         ("self.norm(out.transpose(1, 2)) * gate", "self.norm(out.transpose(1, 2) * gate)"),
         ("F.silu(self.gate_proj(x).to(v))", "F.sigmoid(self.gate_proj(x).to(v))"),
-        ("cache.update(T, state, columns, real, begin)", "pass"),
-        ("cache.update(T, state, columns, real, begin)", "cache.update(T, state, columns)"),
+        ("cache.update(T, state=state, columns=columns, real=real, begin=begin)", "pass"),
+        ("columns=columns, real=real, begin=begin)", "columns=columns)"),
         ("x if packing is None else packing.front(x)", "x"),
         ("(out if packing is None else packing.back(out))", "out"),
         (".uniform_(0.01, 16)", ".uniform_(0.01, 1)"),
@@ -890,11 +895,15 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("scores = scores.masked_fill(~keep, -math.inf)", "pass"),
         ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k - 1, dim=-1)"),
         ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k, dim=-1, largest=False)"),
-        ("allowed if keep is None else allowed & keep", "allowed"),
         ("keys if kv_cache is None else kv_cache.append_index(keys)", "keys"),
-        ("if keys.shape[2] <= self.top_k:", "if keys.shape[2] <= self.top_k + 1:"),
-        ("if x.shape[1] == 1 and keep is None:", "if False:"),
+        ("if keys.shape[2] > self.top_k:", "if keys.shape[2] > self.top_k + 1:"),
         ("* self.index_dim) ** -0.5", ") ** -0.5"),
+    ],
+    "attend_chosen": [
+        ("allowed if keep is None else allowed & keep", "allowed"),
+        ("if x.shape[1] == 1 and keep is None:", "if False:"),
+        ("return attn(x, mask=keep, kv_cache", "return attn(x, kv_cache"),
+        (".scatter(-1, chosen, True)", ".scatter(-1, chosen[..., :-1], True)"),
     ],
     "require_indexed": [
         ("if causal and T > 1:", "if False:"),
@@ -904,7 +913,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "sinkhorn": [
         ("logits.softmax(dim=-1) + eps", "logits.softmax(dim=-2) + eps"),
         ("logits.softmax(dim=-1) + eps", "logits.sigmoid() + eps"),
-        ("if round:", "if False:"),
+        ("if i > 0:", "if False:"),
         ("matrix.sum(dim=-2, keepdim=True)", "1"),
         ("range(n_rounds)", "range(1)"),
     ],
@@ -931,10 +940,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("+ self.bias", ""),
     ],
     "HyperConnectedBlock": [
-        ("self.ffn(self.norm2(h))", "self.ffn(self.norm1(h))"),
+        ("self.ffn(self.norm2(h), ", "self.ffn(self.norm1(h), "),
         ("return self.ffn_streams(x,", "return self.attn_streams(x,"),
         ('"causal": mask is None', '"causal": False'),
-        ("self.attn(self.norm1(h), **seen, **at)[0]", "self.attn(h, **seen, **at)[0]"),
+        ("self.attn(self.norm1(h), **masks", "self.attn(h, **masks"),
     ],
 }
 
@@ -943,6 +952,8 @@ PROOFS = {
     **dict.fromkeys(("OutputGatedAttention",), "A01"),
     **dict.fromkeys(("delta_rule_recurrent", "delta_rule_chunked", "CausalConvolution"), "A02"),
     **dict.fromkeys(("DeltaNetState", "GatedDeltaNet", "require_recurrent"), "A02"),
+    **dict.fromkeys(("StateCache",), "A02"),
+    **dict.fromkeys(("attend_chosen",), "A03"),
     **dict.fromkeys(("DocumentPacking", "read_documents"), "A02"),
     **dict.fromkeys(("IndexedCache", "ChosenRows", "IndexedSparseAttention"), "A03"),
     **dict.fromkeys(("require_indexed",), "A03"),
