@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import difflib
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -25,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from after_2025 import GatedDeltaNet, IndexedSparseAttention, OutputGatedAttention
+from after_2026 import GatedSharedExpert, NarrowValueAttention
 
 Tables = tuple[Tensor, Tensor]
 tanh_gelu = partial(F.gelu, approximate="tanh")
@@ -273,8 +277,8 @@ def gemma3_attention(s: Sizes, layer: int, *, scale: float, full_every: int, ful
     return with_tables(attn, partial(linear_tables, factor=factor), s, s.head_dim, full_base)
 
 
-def olmo2_attention(s: Sizes, layer: int) -> nn.Module:
-    """q and k are normed over all heads together, before they are split."""
+def whole_norm_attention(s: Sizes, layer: int) -> nn.Module:
+    """q and k are normed over all heads together, before they are split: OLMo-2, MiniMax-M2."""
     attn = attention(s, layer)
     for name, heads in (("q_proj", s.n_q_heads), ("k_proj", s.n_kv_heads)):
         norm = tb.RMSNorm(heads * s.head_dim, s.eps)
@@ -317,6 +321,48 @@ def latent_attention(s: Sizes, _layer: int, *, kv_rank: int, q_rank: int | None,
     return with_tables(attn, tables, s, rope_dim)
 
 
+def indexed_attention(s: Sizes, layer: int, *, n_index_heads: int, index_dim: int, top_k: int,
+                      **latent) -> nn.Module:  # fmt: skip
+    """Latent attention that reads the keys an indexer chooses: DeepSeek-V3.2, GLM-5."""
+    attn = IndexedSparseAttention(
+        latent_attention(s, layer, **latent),
+        n_index_heads=n_index_heads, index_dim=index_dim, top_k=top_k,
+    )  # fmt: skip
+    return with_tables(attn, latent["tables"], s, latent["rope_dim"])
+
+
+def unrotated_every_4th(s: Sizes, layer: int) -> nn.Module:
+    """SmolLM3: no positions in layers 3, 7, …"""
+    return attention(s, layer, rope=(layer + 1) % 4 != 0)
+
+
+def olmo3_attention(s: Sizes, layer: int, *, tables: Callable) -> nn.Module:
+    """Full layers, every fourth, turn by stretched tables, those with a window by plain ones."""
+    attn = whole_norm_attention(s, layer)
+    return attn if (layer + 1) % 4 else with_tables(attn, tables, s, s.head_dim)
+
+
+def qwen3_next_mixer(s: Sizes, layer: int, *, n_k_heads: int, n_v_heads: int,
+                     width: int) -> nn.Module:  # fmt: skip
+    """Three layers of Gated DeltaNet, then one of output-gated attention."""
+    if (layer + 1) % 4:
+        sizes = {"k_dim": width, "v_dim": width, "norm_eps": s.eps}
+        return GatedDeltaNet(s.d_model, n_k_heads, n_v_heads, **sizes)
+    return OutputGatedAttention(attention(s, layer, qk_norm=True))
+
+
+def mimo_attention(s: Sizes, layer: int, *, full: Callable[[int], bool], v_dim: int,
+                   value_scale: float, local_heads: int, rope_dim: int,
+                   local_base: float) -> nn.Module:  # fmt: skip
+    """Full layers as they are; those with a window have sinks, own KV heads and an own theta."""
+    sizes = {"head_dim": s.head_dim, "v_dim": v_dim, "value_scale": value_scale}
+    if full(layer):
+        return NarrowValueAttention(s.d_model, s.n_q_heads, s.n_kv_heads, **sizes)
+    sinks = tb.SinkAttention(s.n_q_heads)
+    attn = NarrowValueAttention(s.d_model, s.n_q_heads, local_heads, attend=sinks, **sizes)
+    return with_tables(attn, linear_tables, s, rope_dim, local_base)
+
+
 def swiglu(s: Sizes, _layer: int) -> nn.Module:
     return tb.GatedFFN(s.d_model, s.d_ff)
 
@@ -341,11 +387,21 @@ def softmax_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width:
 
 
 def sigmoid_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
-                    **routing) -> nn.Module:  # fmt: skip
-    """DeepSeek-V3."""
+                    n_shared: int = 1, **routing) -> nn.Module:  # fmt: skip
+    """DeepSeek-V3, and with no shared expert MiniMax-M2 and MiMo."""
     experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
     router = tb.SigmoidRouter(s.d_model, n_experts, top_k, **routing)
-    return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width))
+    shared = tb.GatedFFN(s.d_model, n_shared * width) if n_shared else None
+    return tb.MixtureFFN(router, experts, shared)
+
+
+def qwen3_next_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
+                       width: int) -> nn.Module:  # fmt: skip
+    """Softmax over all, and a shared expert whose share is read from the token."""
+    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
+    router = tb.SoftmaxRouter(s.d_model, n_experts, top_k)
+    shared = GatedSharedExpert(s.d_model, tb.GatedFFN(s.d_model, width))
+    return tb.MixtureFFN(router, experts, shared)
 
 
 def llama4_experts(s: Sizes, _layer: int, *, n_experts: int, width: int) -> nn.Module:
@@ -468,20 +524,26 @@ def gemma(s: Sizes, *, attn: Callable, window: int, full_every: int,
     return stack(s, block, embedding_scale=math.sqrt(s.d_model), **shell)
 
 
-def olmo2(s: Sizes) -> nn.Module:
-    """Branches are normed on their way out only."""
+def output_norm(s: Sizes, *, attn: Callable = whole_norm_attention, **shell) -> nn.Module:
+    """Branches are normed on their way out only: OLMo-2, OLMo-3."""
 
     def block(layer: int) -> nn.Module:
-        parts = {"attn": olmo2_attention(s, layer), "ffn": swiglu(s, layer)}
+        parts = {"attn": attn(s, layer), "ffn": swiglu(s, layer)}
         made = tb.BranchNormDecoderBlock(s.d_model, **parts, eps=s.eps)
         return with_parts(made, attn_pre_norm=nn.Identity(), ffn_pre_norm=nn.Identity())
 
-    return stack(s, block)
+    return stack(s, block, **shell)
 
 
 def windowed(s: Sizes, *, window: int, full_every: int, **parts) -> nn.Module:
     """serial with a window: in every layer where full_every is above their number."""
     return serial(s, windows=local_global(s, window, full_every), **parts)
+
+
+def scheduled(s: Sizes, *, window: int, full: Callable[[int], bool], **parts) -> nn.Module:
+    """serial with a window in the layers that are not full."""
+    windows = [None if full(layer) else window for layer in range(s.n_layers)]
+    return serial(s, windows=windows, **parts)
 
 
 # =============================================================================================
@@ -784,7 +846,7 @@ RECIPES = {
         kinds=lambda layer: layer >= 3,
     ),
     "OLMo-2 7B": Recipe(
-        olmo2,
+        output_norm,
         Sizes(32, 4096, 32, 32, 128, 11008, 100352, 1e-6, 500000.0),
         {},
         (7.3e9, None),
@@ -839,6 +901,167 @@ RECIPES = {
 }
 
 # =============================================================================================
+# The rows of 2025 and 2026
+# =============================================================================================
+
+
+def every_4th(layer: int) -> bool:
+    return layer % 4 == 3
+
+
+def mimo_flash_full(layer: int) -> bool:
+    return layer == 0 or layer % 6 == 5
+
+
+def mimo_pro_full(layer: int) -> bool:
+    return layer in (0, 7, 15, 23, 31, 39, 47, 55, 62, 69)
+
+
+SECOND_HAND = "Second-hand cells"  # those that only copies of a configuration bear out
+ALL_COPIES = {SECOND_HAND: "all"}
+K2_EXPERTS = partial(sigmoid_experts, n_experts=384, top_k=8, width=2048, scale=2.827)
+GLM_LATENT = {"kv_rank": 512, "q_rank": 2048, "nope_dim": 192, "rope_dim": 64, "v_dim": 256}
+MIMO_EXPERTS = partial(sigmoid_experts, top_k=8, width=2048, n_shared=0)
+
+
+def behind(n_dense: int, experts: Callable) -> Callable:
+    """Experts in all layers but the first n_dense."""
+    return partial(some_experts, sparse=partial(operator.le, n_dense), experts=experts)
+
+
+RECIPES_2026 = {
+    "Kimi K2": Recipe(
+        serial,
+        Sizes(61, 7168, 64, 64, 192, 18432, 163840, 1e-6, 50000.0),
+        {
+            "attn": partial(
+                latent_attention,
+                **MLA
+                | {"tables": partial(yarn_tables, factor=32, fast=1.0)}
+                | {"score_gain": yarn_gain(32) ** 2},
+            ),
+            "ffn": behind(1, K2_EXPERTS),
+        },
+        (1e12, 32e9),
+        "MoonshotAI/Kimi-K2 README; 32B leaves the input table out",
+        ADJACENT | {SECOND_HAND: "latents, widths, gates, eps, positions, Tied"},
+        kinds=partial(operator.le, 1),
+    ),
+    "SmolLM3 3B": Recipe(
+        serial,
+        Sizes(36, 2048, 16, 4, 128, 11008, 128256, 1e-6, 5e6, tied=True),
+        {"attn": unrotated_every_4th},
+        (3.075e9, None),
+        "huggingface/smollm text/pretraining/smollm3; count of the hub (copy)",
+        kinds=every_4th,
+    ),
+    "OLMo-3 7B": Recipe(
+        output_norm,
+        Sizes(32, 4096, 32, 32, 128, 11008, 100278, 1e-6, 500000.0),
+        {
+            "attn": partial(
+                olmo3_attention,
+                tables=partial(yarn_tables, factor=8, old_len=8192, gain=yarn_gain(8)),
+            ),
+            "windows": [4096, 4096, 4096, None] * 8,
+        },
+        (7.298e9, None),
+        "allenai/OLMo-core src/olmo_core/nn/transformer/config.py; count of the hub (copy)",
+        kinds=every_4th,
+    ),
+    "MiniMax-M2": Recipe(
+        serial,
+        Sizes(62, 3072, 48, 8, 128, 1536, 200064, 1e-6, 5e6),
+        {
+            "attn": whole_norm_attention,
+            "ffn": partial(sigmoid_experts, n_experts=256, top_k=8, width=1536, n_shared=0),
+            "rope_dim": 64,
+        },
+        (230e9, 10e9),
+        "MiniMax-AI/MiniMax-M2 README",
+        ALL_COPIES,
+    ),
+    "Qwen3-Next 80B-A3B": Recipe(
+        serial,
+        Sizes(48, 2048, 16, 2, 256, 512, 151936, 1e-6, 1e7),
+        {
+            "attn": partial(qwen3_next_mixer, n_k_heads=16, n_v_heads=32, width=128),
+            "ffn": partial(qwen3_next_experts, n_experts=512, top_k=10, width=512),
+            "rope_dim": 64,
+        },
+        (80e9, 3e9),
+        "model card (copies); 3B leaves both tables out",
+        PLUS_ONE | ALL_COPIES,
+        kinds=every_4th,
+    ),
+    "DeepSeek-V3.2": Recipe(
+        serial,
+        Sizes(61, 7168, 128, 128, 192, 18432, 129280, 1e-6),
+        {
+            "attn": partial(
+                indexed_attention, n_index_heads=64, index_dim=128, top_k=2048, **MLA
+            ),
+            "ffn": behind(3, DEEPSEEK_V3_EXPERTS),
+        },
+        (671e9, 37e9),
+        "deepseek-ai/DeepSeek-V3.2-Exp inference/config_671B_v3.2.json; counts of V3, which has no "
+        "indexer",
+        ADJACENT,
+        kinds=partial(operator.le, 3),
+    ),
+    "MiMo-V2-Flash": Recipe(
+        scheduled,
+        Sizes(48, 4096, 64, 4, 192, 16384, 152576, 1e-5, 5e6),
+        {
+            "attn": partial(
+                mimo_attention, full=mimo_flash_full, v_dim=128, value_scale=0.707, local_heads=8,
+                rope_dim=64, local_base=1e4,
+            ),
+            "ffn": behind(1, partial(MIMO_EXPERTS, n_experts=256)),
+            **{"window": 129, "full": mimo_flash_full, "rope_dim": 64},
+        },
+        (309e9, 15e9),
+        "XiaomiMiMo/MiMo-V2-Flash README and paper, Table 1",
+        {SECOND_HAND: "d_ff, eps, gates, Tied"},
+        kinds=lambda layer: (mimo_flash_full(layer), layer == 0),
+    ),
+    "GLM-5": Recipe(
+        serial,
+        Sizes(78, 6144, 64, 64, 256, 12288, 154880, 1e-5, 1e6),
+        {
+            "attn": partial(
+                indexed_attention, n_index_heads=32, index_dim=128, top_k=2048, tables=UNSCALED,
+                **GLM_LATENT,
+            ),
+            "ffn": behind(
+                3, partial(sigmoid_experts, n_experts=256, top_k=8, width=2048, scale=2.5)
+            ),
+        },
+        (744e9, 40e9),
+        "zai-org/GLM-5 README; 40B leaves both tables out",
+        ADJACENT | ALL_COPIES,
+        kinds=partial(operator.le, 3),
+    ),
+    "MiMo-V2.6-Pro": Recipe(  # its class doubles the KV heads of window layers: not this checkpoint
+        scheduled,
+        Sizes(70, 6144, 128, 8, 192, 16384, 152576, 1e-5, 1e7),
+        {
+            "attn": partial(
+                mimo_attention, full=mimo_pro_full, v_dim=128, value_scale=0.612, local_heads=8,
+                rope_dim=64, local_base=1e4,
+            ),
+            "ffn": behind(1, partial(MIMO_EXPERTS, n_experts=384)),
+            **{"window": 129, "full": mimo_pro_full, "rope_dim": 64},
+        },
+        (1.02e12, 42e9),
+        "copies of the configuration; 42B counts both tables",
+        ALL_COPIES,
+        kinds=lambda layer: (mimo_pro_full(layer), layer == 0),
+    ),
+}  # fmt: skip
+ROWS = RECIPES | RECIPES_2026
+
+# =============================================================================================
 # What a composed model shows
 # =============================================================================================
 
@@ -857,14 +1080,14 @@ class Unfilled(TorchFunctionMode):
 def built(name: str) -> nn.Module:
     """The model at its real size on the meta device: shapes without memory."""
     with torch.device("meta"), Unfilled():
-        return RECIPES[name].build()
+        return ROWS[name].build()
 
 
 @cache
 def outlined(name: str) -> nn.Module:
     """The same with one block for all layers of a kind, which takes a fraction of the time."""
     with torch.device("meta"), Unfilled():
-        return RECIPES[name].outline()
+        return ROWS[name].outline()
 
 
 def count(*modules: nn.Module | None) -> int:
