@@ -847,7 +847,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "require_recurrent": [
         ("if mask is None and not causal:", "if False:"),
         ("        require_forward_pass()", "        pass"),
-        ("MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)", "pass"),
+        ("combined_mask(mask, key_padding_mask, B, T, cached + T)", "pass"),
     ],
     "read_documents": [
         ("real[:, start:]", "real[:, :T]"),
