@@ -177,8 +177,9 @@ class HashRouter(nn.Module):
         self.n_groups = self.top_groups = 1
         self.renormalise = True
         self.router = nn.Linear(d_model, n_experts, bias=False)
-        table = torch.arange(vocab_size)[:, None] + torch.arange(top_k)
-        self.register_buffer("table", table % n_experts)  # a checkpoint brings its own
+        tokens, choices = (torch.arange(n, device="cpu") for n in (vocab_size, top_k))
+        table = (tokens[:, None] + choices) % n_experts  # a checkpoint brings its own
+        self.register_buffer("table", table.to(torch.tensor(()).device))  # the default one
 
     @property
     def n_experts(self) -> int:

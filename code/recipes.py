@@ -27,8 +27,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from after_2025 import GatedDeltaNet, IndexedSparseAttention, OutputGatedAttention
-from after_2026 import GatedSharedExpert, NarrowValueAttention
+from after_2025 import (
+    GatedDeltaNet,
+    HyperConnectedBlock,
+    HyperConnection,
+    IndexedSparseAttention,
+    OutputGatedAttention,
+    StreamCollapse,
+)
+from after_2026 import (
+    CompressedAttention,
+    EntryIndex,
+    EntryPooling,
+    GatedLatentAttention,
+    GatedSharedExpert,
+    HashMixtureFFN,
+    HashRouter,
+    IndependentConnection,
+    IndexGroup,
+    LimitedGatedFFN,
+    NarrowValueAttention,
+    SharedIndexAttention,
+    SqrtSoftplusRouter,
+    TokenRoutedLM,
+)
 
 Tables = tuple[Tensor, Tensor]
 tanh_gelu = partial(F.gelu, approximate="tanh")
@@ -363,6 +385,28 @@ def mimo_attention(s: Sizes, layer: int, *, full: Callable[[int], bool], v_dim: 
     return with_tables(attn, linear_tables, s, rope_dim, local_base)
 
 
+def compressed_attention(s: Sizes, layer: int, *, rope_dim: int, q_rank: int, window: int,
+                         n_groups: int, group_rank: int, rates: Callable[[int], int],
+                         index: dict[str, int], tables: Callable,
+                         local_base: float) -> nn.Module:  # fmt: skip
+    """DeepSeek-V4: rate 0 is a window alone, the lowest other one has an index and overlaps."""
+    rate, sizes = rates(layer), {"norm_eps": s.eps}
+    parts = {}
+    if rate:
+        overlap = rate == min(rates(number) for number in range(s.n_layers) if rates(number))
+        pooling = EntryPooling(s.d_model, s.head_dim, rate, overlap=overlap, **sizes)
+        parts["pooling"] = pooling
+        if overlap:
+            parts["index"] = EntryIndex(s.d_model, q_rank, rate=rate, **index, **sizes)
+    attn = CompressedAttention(
+        s.d_model, s.n_q_heads, head_dim=s.head_dim, rope_dim=rope_dim, q_rank=q_rank,
+        window=window, n_groups=n_groups, group_rank=group_rank, **parts, **sizes,
+    )  # fmt: skip
+    if rate:
+        return with_tables(attn, tables, s, rope_dim)
+    return with_tables(attn, linear_tables, s, rope_dim, local_base)
+
+
 def swiglu(s: Sizes, _layer: int) -> nn.Module:
     return tb.GatedFFN(s.d_model, s.d_ff)
 
@@ -437,12 +481,13 @@ def make_blocks(s: Sizes, make_block: Callable[[int], nn.Module]) -> Callable[[i
     return first_of_its_kind
 
 
-def stack(s: Sizes, make_block: Callable[[int], nn.Module], **options) -> tb.DecoderOnlyLM:
+def stack(s: Sizes, make_block: Callable[[int], nn.Module],
+          shell: type[tb.DecoderOnlyLM] = tb.DecoderOnlyLM, **options) -> nn.Module:  # fmt: skip
     """The shell around these blocks: tables, final RMSNorm, head."""
     options = {"tie_embeddings": s.tied, "max_len": s.table_rows, "rope_base": s.base} | options
     heads = s.n_q_heads, s.n_kv_heads, s.d_ff
     options |= {"make_block": make_blocks(s, make_block), "eps": s.eps}
-    return tb.DecoderOnlyLM(s.vocab_size, s.d_model, s.n_layers, *heads, **options)
+    return shell(s.vocab_size, s.d_model, s.n_layers, *heads, **options)
 
 
 def with_parts(module: nn.Module, **parts: nn.Module) -> nn.Module:
@@ -538,6 +583,72 @@ def output_norm(s: Sizes, *, attn: Callable = whole_norm_attention, **shell) -> 
 def windowed(s: Sizes, *, window: int, full_every: int, **parts) -> nn.Module:
     """serial with a window: in every layer where full_every is above their number."""
     return serial(s, windows=local_global(s, window, full_every), **parts)
+
+
+def deepseek_v4_experts(s: Sizes, layer: int, *, n_experts: int, top_k: int, scale: float,
+                        n_hashed: int, limit: float = 10.0) -> nn.Module:  # fmt: skip
+    """The first n_hashed layers choose by the token's id; the shared expert is limited too."""
+    experts = (LimitedGatedFFN(s.d_model, s.d_ff, limit) for _ in range(n_experts))
+    shared, routing = LimitedGatedFFN(s.d_model, s.d_ff, limit), (s.d_model, n_experts, top_k)
+    if layer < n_hashed:
+        router = HashRouter(*routing, s.vocab_size, scale=scale)
+        return HashMixtureFFN(router, experts, shared)
+    return tb.MixtureFFN(SqrtSoftplusRouter(*routing, scale=scale), experts, shared)
+
+
+def on_streams(s: Sizes, make_block: Callable[[int], nn.Module], **options) -> nn.Module:
+    """A stack of blocks that hand on n_streams: they are collapsed before the final norm."""
+    model = stack(s, make_block, **options)
+    collapse = StreamCollapse(s.d_model, norm_eps=s.eps)
+    return with_parts(model, final_norm=nn.Sequential(collapse, model.final_norm))
+
+
+def deepseek_v4(s: Sizes, *, attn: Callable, ffn: Callable, rope_dim: int) -> nn.Module:
+    """Four mixed streams, compressed attention, experts in every layer."""
+
+    def block(layer: int) -> nn.Module:
+        streams = (HyperConnection(s.d_model, norm_eps=s.eps) for _ in range(2))
+        parts = dict(zip(("attn_streams", "ffn_streams"), streams))
+        parts |= {"attn": attn(s, layer), "ffn": ffn(s, layer)}
+        return HyperConnectedBlock(s.d_model, eps=s.eps, **parts)
+
+    return on_streams(s, block, shell=TokenRoutedLM, rope_dim=rope_dim)
+
+
+def index_groups(n_layers: int) -> list[range]:
+    """Hy4's layers that share an index: 0 alone, then four by four from each that chooses."""
+    return [range(1), *(range(n, min(n + 4, n_layers)) for n in range(1, n_layers, 4))]
+
+
+def hy4(s: Sizes, *, index: dict[str, int], latent: dict[str, int], n_experts: int, top_k: int,
+        width: int, scale: float, limit: float = 10.0) -> nn.Module:  # fmt: skip
+    """Four streams that are not mixed; gated latent attention with sinks; one index for several
+    layers; routed experts limited, the shared one not; layer 0 dense."""
+    groups = index_groups(s.n_layers)
+
+    def ffn(layer: int) -> nn.Module:
+        if layer == 0:
+            return swiglu(s, layer)
+        router = tb.SigmoidRouter(s.d_model, n_experts, top_k, scale=scale)
+        experts = (LimitedGatedFFN(s.d_model, width, limit) for _ in range(n_experts))
+        return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width))
+
+    def layer(number: int, chooses: bool) -> nn.Module:
+        attn = GatedLatentAttention(s.d_model, s.n_q_heads, **latent)
+        if chooses:
+            attn = IndexedSparseAttention(attn, **index)
+            attn.index_norm.eps = s.eps
+        else:
+            attn = SharedIndexAttention(attn)
+        streams = (IndependentConnection(s.d_model, norm_eps=s.eps) for _ in range(2))
+        parts = dict(zip(("attn_streams", "ffn_streams"), streams))
+        return HyperConnectedBlock(s.d_model, attn=attn, ffn=ffn(number), eps=s.eps, **parts)
+
+    def group(number: int) -> nn.Module:
+        return IndexGroup(layer(n, chooses=n == groups[number][0]) for n in groups[number])
+
+    blocks = dataclasses.replace(s, n_layers=len(groups))
+    return on_streams(blocks, group, rope_dim=latent["rope_dim"])
 
 
 def scheduled(s: Sizes, *, window: int, full: Callable[[int], bool], **parts) -> nn.Module:
@@ -917,6 +1028,11 @@ def mimo_pro_full(layer: int) -> bool:
     return layer in (0, 7, 15, 23, 31, 39, 47, 55, 62, 69)
 
 
+def v4_flash_rate(layer: int) -> int:
+    """Tokens an entry of the layer pools: 0, 0, then 4 (CSA) and 128 (HCA) in turn."""
+    return 0 if layer < 2 else 128 if layer % 2 else 4
+
+
 SECOND_HAND = "Second-hand cells"  # those that only copies of a configuration bear out
 ALL_COPIES = {SECOND_HAND: "all"}
 K2_EXPERTS = partial(sigmoid_experts, n_experts=384, top_k=8, width=2048, scale=2.827)
@@ -1058,6 +1174,37 @@ RECIPES_2026 = {
         ALL_COPIES,
         kinds=lambda layer: (mimo_pro_full(layer), layer == 0),
     ),
+    "DeepSeek-V4-Flash": Recipe(
+        deepseek_v4,
+        Sizes(43, 4096, 64, 1, 512, 2048, 129280, 1e-6, 1.6e5),
+        {
+            "attn": partial(
+                compressed_attention, rope_dim=64, q_rank=1024, window=128, n_groups=8,
+                group_rank=1024, rates=v4_flash_rate, local_base=1e4,
+                index={"n_heads": 64, "width": 128, "top_k": 512},
+                tables=partial(yarn_tables, factor=16, old_len=65536),
+            ),
+            "ffn": partial(deepseek_v4_experts, n_experts=256, top_k=6, scale=1.5, n_hashed=3),
+            "rope_dim": 64,
+        },
+        (284e9, 13e9),
+        "DeepSeek-V4 report §4.2.1 (copy); 13B leaves the input table out",
+        ADJACENT | {SECOND_HAND: "eps, positions, limit, vocabulary, Tied"},
+        kinds=lambda layer: (layer < 3, v4_flash_rate(layer)),
+    ),
+    "Hy4-preview": Recipe(
+        hy4,
+        Sizes(78, 6144, 64, 64, 256, 18432, 120832, 1e-5, 1e7),
+        {
+            "index": {"n_index_heads": 32, "index_dim": 128, "top_k": 2048},
+            "latent": GLM_LATENT,
+            **{"n_experts": 256, "top_k": 8, "width": 2048, "scale": 2.827},
+        },
+        (770e9, 49e9),
+        "Tencent-Hunyuan/Hy4-preview README; 49B counts both tables, MTP is in neither",
+        {SECOND_HAND: "eps, positions, gates, which layers choose, Tied"},
+        kinds=lambda group: (group == 0, group == 20),
+    ),
 }  # fmt: skip
 ROWS = RECIPES | RECIPES_2026
 
@@ -1095,17 +1242,22 @@ def count(*modules: nn.Module | None) -> int:
     return sum(p.numel() for module in modules if module is not None for p in module.parameters())
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers one by one, those of a group too."""
+    return [layer for block in model.blocks for layer in getattr(block, "layers", [block])]
+
+
 def all_parameters(model: nn.Module) -> int:
     """Of the shell once, and of the blocks layer by layer: an outline counts as the whole."""
-    layers = collections.Counter(model.blocks)
-    more = sum((n - 1) * count(block) for block, n in layers.items())
+    layers = collections.Counter(layers_of(model))
+    more = sum((n - 1) * count(layer) for layer, n in layers.items())
     return count(model) + more
 
 
 def idle_parameters(model: nn.Module) -> int:
     """Parameters of the experts that a token does not use."""
     idle = 0
-    for ffn, layers in collections.Counter(block.ffn for block in model.blocks).items():
+    for ffn, layers in collections.Counter(layer.ffn for layer in layers_of(model)).items():
         if isinstance(ffn, tb.MixtureFFN):
             share = count(ffn.experts) // len(ffn.experts)
             idle += layers * share * (len(ffn.experts) - ffn.router.top_k)
