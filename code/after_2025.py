@@ -597,7 +597,7 @@ class HyperConnectedBlock(nn.Module):
 
     forward takes and returns streams [B, T, n, d]; x [B, T, d], in the first block of a stack, is
     copied to all of them. attn_streams and ffn_streams replace the connections. choice goes to
-    attn, ids [B, T] to ffn, where given. In DecoderOnlyLM, final_norm becomes
+    attn where given, ids [B, T] to an ffn that has takes_ids. In DecoderOnlyLM, final_norm becomes
     nn.Sequential(StreamCollapse(d, n), final_norm).
     """
 
@@ -626,7 +626,7 @@ class HyperConnectedBlock(nn.Module):
         masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
         position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
         shared = {} if choice is None else {"choice": choice}
-        tokens = {} if ids is None else {"ids": ids}
+        tokens = {"ids": ids} if getattr(self.ffn, "takes_ids", False) else {}
         if isinstance(x, Tensor) and x.dim() == 3:
             x = x[:, :, None].expand(-1, -1, self.n_streams, -1)  # (B, T, n, d)
         x = self.attn_streams(
@@ -712,9 +712,11 @@ def require_indexed(
 ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
     """Refuse what does not fit, before the cache changes; returns what all masks allow, bool
     [B, T, S] or None, and the table rows of x."""
-    B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.index_k)
-    if kv_cache is not None and not isinstance(kv_cache, IndexedCache):
-        raise TypeError(f"kv_cache must be an IndexedCache, got {type(kv_cache).__name__}")
+    B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.attn.kv_down)
+    wanted = getattr(layer, "new_cache", KVCache)
+    if kv_cache is not None and not isinstance(kv_cache, wanted):
+        came = type(kv_cache).__name__
+        raise TypeError(f"kv_cache must be of type {wanted.__name__}, got {came}")
     start = start_position(start_pos, kv_cache)
     S = T if kv_cache is None else start + T
     rows = table_rows(cos, sin, start, T)

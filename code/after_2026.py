@@ -201,6 +201,8 @@ class HashRouter(nn.Module):
 class HashMixtureFFN(MixtureFFN):
     """MixtureFFN whose router is a HashRouter: forward takes x [B, T, d] and ids [B, T]."""
 
+    takes_ids = True  # HyperConnectedBlock hands them on
+
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         B, T, d = require_tensor("x", x, "B", "T", self.router.d_model, layer=self.router.router)
         require_tensor("ids", ids, B, T, kind="integer")

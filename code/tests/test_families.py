@@ -29,6 +29,7 @@ import transformers
 from recipes import ROWS as RECIPES
 from recipes import (
     LearnedPositionLM,
+    index_groups,
     linear_tables,
     llama3_tables,
     yarn_gain,
@@ -1005,6 +1006,141 @@ def gpt_oss_row(name: str) -> Family:
 GATED_PARTS = "gate", "up", "down"
 
 
+def turned_first(width: int) -> list[int]:
+    """Channels of a head whose last R turn as pairs (2i, 2i+1): ours turn first, as halves."""
+    start = width - R
+    return [*range(start, width, 2), *range(start + 1, width, 2), *range(start)]
+
+
+def v4_rate(layer: int) -> int:
+    return 0 if layer < 2 else 5 if layer == 3 else 2
+
+
+def deepseek_v4_row(name: str) -> Family:
+    """Two window layers, CSA at rate 2, HCA at rate 5, CSA; the first layer routes by token id."""
+    compressed, index_dim = "compressed_sparse_attention", 14
+    kinds = ["sliding_attention"] * 2 + [compressed, "heavily_compressed_attention", compressed]
+    main = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": R / WIDE}
+    stretched = {name: value for name, value in YARN.items() if "mscale" not in name}
+    compress = main | stretched | {"attention_factor": 1.0}
+    config = {"layer_types": kinds, "rope_parameters": {"main": main, "compress": compress}}
+    config["compress_rates"] = {kinds[2]: 2, kinds[3]: 5}
+    config["mlp_layer_types"] = ["hash_moe"] + ["moe"] * 4
+    config |= {"head_dim": WIDE, "partial_rotary_factor": R / WIDE, "q_lora_rank": 18}
+    config |= {"sliding_window": W, "o_groups": 2, "o_lora_rank": 9, "index_topk": 2}
+    config |= {"index_n_heads": 8, "index_head_dim": index_dim, "moe_intermediate_size": WIDTH}
+    config["intermediate_size"] = WIDTH
+    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
+    index = {"n_heads": 8, "width": index_dim, "top_k": 2}
+    tables = partial(yarn_tables, factor=8, old_len=32, fast=3, slow=1)
+    attn = {"rope_dim": R, "q_rank": 18, "window": W, "n_groups": 2, "group_rank": 9}
+    attn |= {"rates": v4_rate, "index": index, "tables": tables, "local_base": 50.0}
+    parts = retuned(name, "attn", **attn) | {"rope_dim": R}
+    experts = {"n_experts": N_EXPERTS, "top_k": 3, "n_hashed": 1, "limit": 0.5}
+    parts |= retuned(name, "ffn", **experts)
+
+    def by_head(width: int) -> Callable[[Tensor], Tensor]:
+        order = turned_first(width)
+        return lambda w: w.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+
+    def by_column(width: int) -> Callable[[Tensor], Tensor]:
+        order = turned_first(width)
+        return lambda w: w.unflatten(1, (-1, width))[:, :, order].flatten(1, 2)
+
+    def pooling(ours: str, theirs: str, width: int) -> Names:
+        return {
+            f"{ours}.kv_proj": (f"{theirs}.kv_proj", by_head(width)),
+            f"{ours}.gate_proj": (f"{theirs}.gate_proj", by_head(width)),
+            f"{ours}.slot_bias": (f"{theirs}.position_bias", by_column(width)),
+            f"{ours}.norm": (f"{theirs}.kv_norm", by_head(width)),
+        }
+
+    def grouped(w: Tensor) -> Tensor:
+        """[groups * rank, heads * WIDE] to [groups, heads * WIDE, rank]."""
+        return by_column(WIDE)(w).unflatten(0, (2, -1)).mT.contiguous()
+
+    indexer = "self_attn.compressor.indexer"
+    names = NORMS | expert_slices("mlp.gate") | {
+        "attn.q_down": "self_attn.q_a_proj",
+        "attn.q_norm": "self_attn.q_a_norm",
+        "attn.q_up": ("self_attn.q_b_proj", by_head(WIDE)),
+        "attn.kv_proj": ("self_attn.kv_proj", by_head(WIDE)),
+        "attn.kv_norm": ("self_attn.kv_norm", by_head(WIDE)),
+        "attn.attend.sinks": "self_attn.sinks",
+        "attn.o_groups.weight": ("self_attn.o_a_proj.weight", grouped),
+        "attn.o_proj": "self_attn.o_b_proj",
+        "attn.index.q_proj": (f"{indexer}.q_b_proj", by_head(index_dim)),
+        "attn.index.weight_proj": f"{indexer}.scorer.weights_proj",
+        "ffn.router.selection_bias": "mlp.gate.e_score_correction_bias",
+        "ffn.router.table": "mlp.gate.tid2eid",
+    }  # fmt: skip
+    names |= pooling("attn.pooling", "self_attn.compressor", WIDE)
+    names |= pooling("attn.index.pooling", indexer, index_dim)
+    for n in GATED_PARTS:
+        names[f"ffn.shared.{n}"] = f"mlp.shared_experts.{n}_proj"
+    names = llama_names(names | stream_names())
+    names |= COLLAPSE
+    sizes = {"n_layers": 5, "head_dim": WIDE, "d_ff": WIDTH, "base": 100.0}
+    return row(name, ("deepseek_v4", names), config, parts, ALL_THREE + ", streams", **sizes)
+
+
+def stream_names() -> Names:
+    parts = (("attn_streams", "attn_hc"), ("ffn_streams", "ffn_hc"))
+    leaves = {"proj": "fn", "bias": "base", "scale": "scale"}
+    return {f"{a}.{c}": f"{b}.{d}" for a, b in parts for c, d in leaves.items()}
+
+
+COLLAPSE: Names = {
+    "final_norm.0.proj": "model.hc_head.hc_fn",
+    "final_norm.0.bias": "model.hc_head.hc_base",
+    "final_norm.0.scale": "model.hc_head.hc_scale",
+    "final_norm.1": "model.norm",
+}
+
+
+def hy4_row(name: str) -> Family:
+    """Six layers in groups of 1, 4, 1: the first of each chooses 5 keys for all of it."""
+    index = {"n_index_heads": 8, "index_dim": 14, "top_k": 5}
+    latent = {"kv_rank": KV_RANK, "rope_dim": R, "nope_dim": NOPE, "v_dim": 14, "q_rank": 18}
+    parts = {"index": index, "latent": latent, "width": WIDTH, "limit": 0.5}
+    parts |= {"n_experts": N_EXPERTS, "top_k": 3}
+    config = MLA_CONFIG | {"q_lora_rank": 18, "index_topk": 5, "index_n_heads": 8}
+    config |= {"index_head_dim": 14, "moe_intermediate_size": WIDTH, "swiglu_limit": 0.5}
+    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "hc_eps": 1e-6}
+    last = [*range(14 - R, 14), *range(14 - R)]  # their index turns the last channels
+    turn = lambda w: w.unflatten(0, (-1, 14))[:, last].flatten(0, 1)  # noqa: E731
+    own = {
+        "q_down": "q_a_proj",
+        "q_norm": "q_a_layernorm",
+        "q_up": "q_b_proj",
+        "kv_down": "kv_a_proj_with_mqa",
+        "kv_norm": "kv_a_layernorm",
+        "kv_up": "kv_b_proj",
+        "out_proj": "o_proj",
+        "gate_proj": "gate_proj",
+        "attend.sinks": "sinks",
+    }
+    block = {f"attn.attn.{ours}": f"self_attn.{theirs}" for ours, theirs in own.items()}
+    block |= {
+        "attn.index_q": ("self_attn.indexer.wq_b", turn),
+        "attn.index_k": ("self_attn.indexer.wk", turn),
+        "attn.index_norm": ("self_attn.indexer.k_norm", turn),
+        "attn.index_weight": "self_attn.indexer.weights_proj",
+        "ffn.router.selection_bias": "mlp.gate.e_score_correction_bias",
+    }
+    block |= {f"ffn.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in GATED_PARTS}
+    block |= NORMS | GATED | stream_names() | expert_slices("mlp.gate")
+    names = llama_names({}) | COLLAPSE
+    for group, layers in enumerate(index_groups(6)):
+        for place, layer in enumerate(layers):
+            for ours, theirs in block.items():
+                path, function = (theirs, Tensor.clone) if isinstance(theirs, str) else theirs
+                path = f"model.layers.{layer}.{path}"
+                names[f"blocks.{group}.layers.{place}.{ours}"] = path, function
+    sizes = {"n_layers": 6, "base": 100.0}
+    return row(name, ("hy_v4", names), config, parts, ALL_THREE + ", streams", **sizes)
+
+
 def mixture_row(name: str, model_type: str, names: Names, **config: object) -> Family:
     parts = retuned(name, "ffn", n_experts=N_EXPERTS, top_k=3, width=WIDTH)
     kind = model_type, llama_names(QKVO | NORMS | names | expert_slices("mlp.gate"))
@@ -1085,6 +1221,8 @@ ROWS = {
     "DeepSeek-V3.2": indexed_row("DeepSeek-V3.2", "deepseek_v32", interleaved=False),
     "MiMo-V2-Flash": mimo_row("MiMo-V2-Flash"),
     "GLM-5": indexed_row("GLM-5", "glm_moe_dsa", interleaved=True, groups=1, fast=None),
+    "DeepSeek-V4-Flash": deepseek_v4_row("DeepSeek-V4-Flash"),
+    "Hy4-preview": hy4_row("Hy4-preview"),
 }
 COMMAND_R = ROWS["Command-R 35B"]  # ours has the logits' scale in its final norm
 ROWS["Command-R 35B"] = COMMAND_R._replace(names=COMMAND_R.names | {"final_norm": "model.norm"})
@@ -1114,6 +1252,9 @@ def randomise(module: nn.Module) -> nn.Module:
         for name, buffer in module.named_buffers():
             if name.endswith("e_score_correction_bias"):  # zeros until training moves them
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("tid2eid"):  # of a token: its experts, all different
+                drawn = torch.rand(len(buffer), N_EXPERTS, generator=generator)
+                buffer.copy_(drawn.argsort(dim=1)[:, : buffer.shape[1]])
     return module
 
 
@@ -1217,6 +1358,10 @@ def test_cached_decoding(pair):
 def test_padding(pair):
     """Ours with padding on the left and on the right, theirs on the real tokens of each row."""
     family, ours, theirs = pair
+    if family.model_type == "deepseek_v4":
+        with pytest.raises(ValueError, match="key_padding_mask"):
+            ours(token_ids(), key_padding_mask=torch.zeros(B, T, dtype=torch.bool))
+        pytest.skip("refused: entries pool tokens by position")
     ids, keep = token_ids(), torch.ones(B, T, dtype=torch.bool)
     keep[0, :3] = keep[2, -2:] = False
     alone = []
@@ -1248,7 +1393,7 @@ def test_a_composed_model_can_be_saved_pickled_and_copied(pair, request):
 def test_padding_mask(pair):
     """Both with the same mask. Every query keeps a key: else their float32 softmax gives NaN."""
     family, ours, theirs = pair
-    if family.model_type == "qwen3_next":
+    if family.model_type in ("qwen3_next", "deepseek_v4"):
         pytest.skip("theirs runs padding through decay and convolution; ours leaves no trace")
     ids, keep = token_ids(), torch.ones(B, T, dtype=torch.bool)
     keep[0, -3:] = keep[2, 2:4] = False
