@@ -14,79 +14,80 @@ import argparse
 import collections
 import dataclasses
 import difflib
-import math
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 import transformer_block as tb  # isort: skip (first: without torch it says how to install it)
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from recipe_parts import (
+    LearnedPositionLM,
+    OwnTables,
+    ScaledLayerNorm,
+    Sizes,
+    all_alike,
+    attention,
+    compressed_attention,
+    deepseek_v4,
+    deepseek_v4_experts,
+    dense,
+    gemma,
+    gemma1,
+    gemma2_attention,
+    gemma3_attention,
+    gpt2,
+    gpt_oss_attention,
+    gpt_oss_experts,
+    hy4,
+    indexed_attention,
+    latent_attention,
+    linear_tables,
+    llama3_tables,
+    llama4_attention,
+    llama4_experts,
+    mimo_attention,
+    olmo3_attention,
+    output_norm,
+    parallel,
+    parallel_gated,
+    qwen3_next_experts,
+    qwen3_next_mixer,
+    scheduled,
+    serial,
+    sigmoid_experts,
+    softmax_experts,
+    some_experts,
+    stretched,
+    tanh_gelu,
+    unrotated_every_4th,
+    whole_norm_attention,
+    windowed,
+    yarn_gain,
+    yarn_tables,
+)
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from after_2025 import (
     GatedDeltaNet,
     HyperConnectedBlock,
-    HyperConnection,
     IndexedSparseAttention,
     OutputGatedAttention,
-    StreamCollapse,
 )
 from after_2026 import (
     CompressedAttention,
-    EntryIndex,
-    EntryPooling,
     GatedLatentAttention,
     GatedSharedExpert,
     HashMixtureFFN,
-    HashRouter,
     IndependentConnection,
-    IndexGroup,
     LimitedGatedFFN,
     NarrowValueAttention,
     SharedIndexAttention,
-    SqrtSoftplusRouter,
-    TokenRoutedLM,
 )
-
-Tables = tuple[Tensor, Tensor]
-tanh_gelu = partial(F.gelu, approximate="tanh")
-
-
-def all_alike(_layer: int) -> int:
-    """The kind of a layer in a model whose layers hold the same parts."""
-    return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of a checkpoint: what every composition needs.
-
-    d_ff is that of the dense layers, eps that of the norms, base the theta of the rotation, max_len
-    the number of positions that its tables have. With shared, layers of one kind (shared(layer)
-    is equal) are one and the same block: an outline to count and describe, not a model to run.
-    """
-
-    n_layers: int
-    d_model: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_ff: int
-    vocab_size: int
-    eps: float = 1e-5
-    base: float = 10000.0
-    tied: bool = False
-    max_len: int = 4096
-    shared: Callable[[int], object] | None = None
-
-    @property
-    def table_rows(self) -> int:
-        """Rows of the rotation tables: an outline, which is not run, needs no more than one."""
-        return self.max_len if self.shared is None else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Recipe:
     """A row: compose(sizes, **parts) is the model; stated are cells that no composition shows.
 
     published are the total and active parameters that source prints, both with all tables. kinds
-    gives layers that are composed alike one value.
+    gives layers that are composed alike one value. second_hand names the columns that only copies
+    of a configuration bear out.
     """
 
     compose: Callable[..., nn.Module]
@@ -104,6 +106,7 @@ class Recipe:
     source: str
     stated: dict[str, str] = dataclasses.field(default_factory=dict)
     kinds: Callable[[int], object] = all_alike
+    second_hand: frozenset[str] = frozenset()
 
     def build(self) -> nn.Module:
         """The model at its real size, on the default device."""
@@ -112,549 +115,6 @@ class Recipe:
     def outline(self) -> nn.Module:
         """The same with one block for all layers of a kind."""
         return self.compose(dataclasses.replace(self.sizes, shared=self.kinds), **self.parts)
-
-
-# =============================================================================================
-# Parts that the script does not have
-# =============================================================================================
-
-
-class LearnedPositionLM(tb.DecoderOnlyLM):
-    """The shell of GPT-2: a learned vector for each position is added to the embedding.
-
-    Versus DecoderOnlyLM: nothing rotates, and the final norm is a LayerNorm. A real token's
-    position is the number of real tokens ahead of it in its row: padding takes none.
-    """
-
-    def __init__(self, s: Sizes, make_block: Callable[[int], nn.Module]):
-        super().__init__(
-            s.vocab_size, s.d_model, s.n_layers, make_block=make_block, max_len=s.max_len, eps=s.eps
-        )
-        self.positions = nn.Embedding(s.max_len, s.d_model)
-        self.final_norm = nn.LayerNorm(s.d_model, s.eps)
-
-    def _logits(self, ids: Tensor, masks: dict[int | None, Tensor | None], kv_caches: list,
-                last_only: bool, options: dict) -> Tensor:  # fmt: skip
-        start = 0 if kv_caches[0] is None else kv_caches[0].next_pos
-        real = options["key_padding_mask"]
-        if real is None:
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)  # (T)
-        else:
-            positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, start:]  # (B, T)
-        try:
-            x = self.embedding(ids.long()) + self.positions(positions)  # (B, T, d)
-        except IndexError as error:
-            span = f"{ids.min().item()} … {ids.max().item()}"
-            raise ValueError(f"ids must be in the embedding, got {span}") from error
-        for block, window, kv_cache in zip(self.blocks, self.windows, kv_caches):
-            x = block(x, mask=masks[window], key_padding_mask=real, kv_cache=kv_cache)
-        return self._head(self.final_norm(x[:, -1:] if last_only else x))
-
-
-class ScaledLayerNorm(nn.LayerNorm):
-    """A final LayerNorm without bias times a constant, which so multiplies the logits."""
-
-    def __init__(self, d_model: int, eps: float, factor: float):
-        super().__init__(d_model, eps, bias=False)
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * super().forward(x)
-
-
-def key_positions(k: Tensor, keep: Tensor | None) -> Tensor:
-    """Positions [S], or [B, 1, S] where rows differ, counted from the end of left padding: the
-    first key that any query may attend to is at 0."""
-    at = torch.arange(k.shape[2], device=k.device)
-    if keep is None:
-        return at
-    padding = keep.any(dim=-2).cumsum(dim=-1) == 0
-    return at - padding.sum(dim=-1, keepdim=True)
-
-
-def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
-                     chunk: int, **options) -> Tensor:  # fmt: skip
-    """attend to keys of the query's own chunk only (Llama-4): blocks, not a sliding window."""
-    number = key_positions(k, keep).div(chunk, rounding_mode="floor")
-    same = number[..., k.shape[2] - q.shape[2] :, None] == number[..., None, :]  # (…, T, S)
-    return tb.attend(q, k, v, same if keep is None else keep & same, **options)
-
-
-def attend_tempered(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
-                    floor_scale: int, rate: float = 0.1, **options) -> Tensor:  # fmt: skip
-    """attend with queries that grow as 1 + rate * ln(1 + floor((position + 1) / floor_scale)):
-    Llama-4's layers without positions, whose softmax would flatten over long contexts."""
-    at = key_positions(k, keep)[..., k.shape[2] - q.shape[2] :, None]  # (…, T, 1)
-    steps = (at + 1).clamp(min=0).div(floor_scale, rounding_mode="floor")
-    return tb.attend(q * (1 + rate * steps.double().log1p()).to(q.dtype), k, v, keep, **options)
-
-
-class OwnTables:
-    """A forward pre-hook that hands an attention tables of its own instead of the shell's."""
-
-    def __init__(self, cos: Tensor, sin: Tensor):
-        self.cos, self.sin = cos, sin
-
-    def __call__(self, _attn: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
-        return args, options | {"cos": self.cos, "sin": self.sin}
-
-
-@lru_cache(maxsize=16)  # the layers of a model share them
-def own_tables(tables: Callable[..., Tables], max_len: int, width: int, base: float) -> OwnTables:
-    """The hook of tables(max_len, width, base)."""
-    with torch.inference_mode(False):  # autograd refuses tensors made there
-        return OwnTables(*tables(max_len, width, base))
-
-
-def with_tables(
-    attn: nn.Module, tables: Callable[..., Tables], s: Sizes, width: int, base: float | None = None
-) -> nn.Module:
-    """The attention, turning by tables(max_len, width, base) of its own."""
-    hook = own_tables(tables, s.table_rows, width, s.base if base is None else base)
-    attn.register_forward_pre_hook(hook, with_kwargs=True)
-    return attn
-
-
-def rope_tables(frequencies: Tensor, max_len: int, gain: float = 1.0) -> Tables:
-    """(cos, sin), [max_len, r] float32, of r/2 frequencies in radians a position."""
-    angles = torch.outer(torch.arange(max_len, device="cpu"), frequencies).repeat(1, 2)
-    return (gain * angles.cos()).float(), (gain * angles.sin()).float()
-
-
-def rope_frequencies(width: int, base: float) -> Tensor:
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
-    return base**-exponents
-
-
-def linear_tables(max_len: int, width: int, base: float, *, factor: float = 1.0) -> Tables:
-    """Positions divided by factor (position interpolation)."""
-    return rope_tables(rope_frequencies(width, base) / factor, max_len)
-
-
-def llama3_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 8192,
-                  low: float = 1.0, high: float = 4.0) -> Tables:  # fmt: skip
-    """Llama-3.1: channels that turn less than low times in old_len are slowed by factor, those
-    that turn more than high times are not, between them linearly in the number of turns. low and
-    high may be one number."""
-    frequencies = rope_frequencies(width, base)
-    turns = old_len * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low or 1e-3)).clamp(0, 1)
-    return rope_tables(frequencies * (kept + (1 - kept) / factor), max_len)
-
-
-def yarn_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 4096,
-                fast: float = 32.0, slow: float = 1.0, rounded: bool = True,
-                gain: float = 1.0) -> Tables:  # fmt: skip
-    """YaRN (arXiv:2309.00071 §3) as released: linear in the pair's index between those that turn
-    fast and slow times in old_len, their indices rounded outwards or not; tables times gain."""
-
-    def index(turns: float) -> float:
-        return width * math.log(old_len / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = index(fast), index(slow)
-    if rounded:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    high = high if high > low else low + 0.001  # as transformers: a ramp has some width
-    pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
-    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
-    return rope_tables(
-        rope_frequencies(width, base) * (1 - slowed + slowed / factor), max_len, gain
-    )
-
-
-def yarn_gain(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1
-
-
-# =============================================================================================
-# Attentions and FFNs of a layer: part(sizes, layer)
-# =============================================================================================
-
-
-def attention(s: Sizes, _layer: int, **options) -> tb.MultiHeadAttention:
-    options = {"head_dim": s.head_dim, "rope": True, "norm_eps": s.eps} | options
-    return tb.MultiHeadAttention(s.d_model, s.n_q_heads, s.n_kv_heads, **options)
-
-
-def stretched(s: Sizes, layer: int, *, tables: Callable, attn: Callable = attention) -> nn.Module:
-    """An attention whose tables are made for a longer context."""
-    return with_tables(attn(s, layer), tables, s, s.head_dim)
-
-
-def gemma2_attention(s: Sizes, layer: int, *, scale: float,
-                     logit_softcap: float = 50.0) -> nn.Module:  # fmt: skip
-    """Soft-capped scores. Set afterwards: to try it out without memory takes torch's compiler."""
-    attn = attention(s, layer, scale=scale)
-    attn.logit_softcap = logit_softcap
-    return attn
-
-
-def gemma3_attention(s: Sizes, layer: int, *, scale: float, full_every: int, full_base: float,
-                     factor: float = 1.0) -> nn.Module:  # fmt: skip
-    """Full layers turn by a larger base, and with the positions divided by factor."""
-    attn = attention(s, layer, qk_norm=True, scale=scale)
-    if (layer + 1) % full_every:
-        return attn
-    return with_tables(attn, partial(linear_tables, factor=factor), s, s.head_dim, full_base)
-
-
-def whole_norm_attention(s: Sizes, layer: int) -> nn.Module:
-    """q and k are normed over all heads together, before they are split: OLMo-2, MiniMax-M2."""
-    attn = attention(s, layer)
-    for name, heads in (("q_proj", s.n_q_heads), ("k_proj", s.n_kv_heads)):
-        norm = tb.RMSNorm(heads * s.head_dim, s.eps)
-        setattr(attn, name, nn.Sequential(getattr(attn, name), norm))
-    return attn
-
-
-def llama4_attention(s: Sizes, layer: int, *, normed: bool, tables: Callable, chunk: int = 8192,
-                     floor_scale: int = 8192) -> nn.Module:  # fmt: skip
-    """Three layers rotate and see their chunk, the fourth has no positions and sees everything.
-
-    Scout norms q and k without a weight, after the rotation; a rotation keeps the length, so that
-    norming before it is the same function.
-    """
-    if (layer + 1) % 4 == 0:
-        tempered = partial(attend_tempered, floor_scale=floor_scale)
-        return attention(s, layer, rope=False, attend=tempered)
-    attn = attention(s, layer, attend=partial(attend_in_chunks, chunk=chunk))
-    if normed:
-        for name in ("q_norm", "k_norm"):
-            setattr(attn, name, nn.RMSNorm(s.head_dim, s.eps, elementwise_affine=False))
-    return with_tables(attn, tables, s, s.head_dim)
-
-
-def gpt_oss_attention(s: Sizes, layer: int, *, tables: Callable) -> nn.Module:
-    """Biases, and sinks. Set afterwards: to try them out without memory takes torch's compiler."""
-    attn = with_parts(attention(s, layer, bias=True), attend=tb.SinkAttention(s.n_q_heads))
-    return with_tables(attn, tables, s, s.head_dim)
-
-
-def latent_attention(s: Sizes, _layer: int, *, kv_rank: int, q_rank: int | None, nope_dim: int,
-                     rope_dim: int, v_dim: int, tables: Callable,
-                     score_gain: float = 1.0) -> nn.Module:  # fmt: skip
-    """Scores are multiplied by score_gain, which a stretch by YaRN asks for."""
-    attn = tb.MultiHeadLatentAttention(
-        s.d_model, s.n_q_heads, kv_rank=kv_rank, rope_dim=rope_dim, nope_dim=nope_dim,
-        v_dim=v_dim, q_rank=q_rank,
-    )  # fmt: skip
-    attn.scale *= score_gain
-    return with_tables(attn, tables, s, rope_dim)
-
-
-def indexed_attention(s: Sizes, layer: int, *, n_index_heads: int, index_dim: int, top_k: int,
-                      **latent) -> nn.Module:  # fmt: skip
-    """Latent attention that reads the keys an indexer chooses: DeepSeek-V3.2, GLM-5."""
-    attn = IndexedSparseAttention(
-        latent_attention(s, layer, **latent),
-        n_index_heads=n_index_heads, index_dim=index_dim, top_k=top_k,
-    )  # fmt: skip
-    return with_tables(attn, latent["tables"], s, latent["rope_dim"])
-
-
-def unrotated_every_4th(s: Sizes, layer: int) -> nn.Module:
-    """SmolLM3: no positions in layers 3, 7, …"""
-    return attention(s, layer, rope=(layer + 1) % 4 != 0)
-
-
-def olmo3_attention(s: Sizes, layer: int, *, tables: Callable) -> nn.Module:
-    """Full layers, every fourth, turn by stretched tables, those with a window by plain ones."""
-    attn = whole_norm_attention(s, layer)
-    return attn if (layer + 1) % 4 else with_tables(attn, tables, s, s.head_dim)
-
-
-def qwen3_next_mixer(s: Sizes, layer: int, *, n_k_heads: int, n_v_heads: int,
-                     width: int) -> nn.Module:  # fmt: skip
-    """Three layers of Gated DeltaNet, then one of output-gated attention."""
-    if (layer + 1) % 4:
-        sizes = {"k_dim": width, "v_dim": width, "norm_eps": s.eps}
-        return GatedDeltaNet(s.d_model, n_k_heads, n_v_heads, **sizes)
-    return OutputGatedAttention(attention(s, layer, qk_norm=True))
-
-
-def mimo_attention(s: Sizes, layer: int, *, full: Callable[[int], bool], v_dim: int,
-                   value_scale: float, local_heads: int, rope_dim: int,
-                   local_base: float) -> nn.Module:  # fmt: skip
-    """Full layers as they are; those with a window have sinks, own KV heads and an own theta."""
-    sizes = {"head_dim": s.head_dim, "v_dim": v_dim, "value_scale": value_scale}
-    if full(layer):
-        return NarrowValueAttention(s.d_model, s.n_q_heads, s.n_kv_heads, **sizes)
-    sinks = tb.SinkAttention(s.n_q_heads)
-    attn = NarrowValueAttention(s.d_model, s.n_q_heads, local_heads, attend=sinks, **sizes)
-    return with_tables(attn, linear_tables, s, rope_dim, local_base)
-
-
-def compressed_attention(s: Sizes, layer: int, *, rope_dim: int, q_rank: int, window: int,
-                         n_groups: int, group_rank: int, rates: Callable[[int], int],
-                         index: dict[str, int], tables: Callable,
-                         local_base: float) -> nn.Module:  # fmt: skip
-    """DeepSeek-V4: rate 0 is a window alone, the lowest other one has an index and overlaps."""
-    rate, sizes = rates(layer), {"norm_eps": s.eps}
-    parts = {}
-    if rate:
-        overlap = rate == min(rates(number) for number in range(s.n_layers) if rates(number))
-        pooling = EntryPooling(s.d_model, s.head_dim, rate, overlap=overlap, **sizes)
-        parts["pooling"] = pooling
-        if overlap:
-            parts["index"] = EntryIndex(s.d_model, q_rank, rate=rate, **index, **sizes)
-    attn = CompressedAttention(
-        s.d_model, s.n_q_heads, head_dim=s.head_dim, rope_dim=rope_dim, q_rank=q_rank,
-        window=window, n_groups=n_groups, group_rank=group_rank, **parts, **sizes,
-    )  # fmt: skip
-    if rate:
-        return with_tables(attn, tables, s, rope_dim)
-    return with_tables(attn, linear_tables, s, rope_dim, local_base)
-
-
-def swiglu(s: Sizes, _layer: int) -> nn.Module:
-    return tb.GatedFFN(s.d_model, s.d_ff)
-
-
-def geglu(s: Sizes, _layer: int) -> nn.Module:
-    return tb.GatedFFN(s.d_model, s.d_ff, tanh_gelu)
-
-
-def some_experts(s: Sizes, layer: int, *, sparse: Callable[[int], bool],
-                 experts: Callable) -> nn.Module:  # fmt: skip
-    """Experts in the layers that are sparse, a dense SwiGLU in the others."""
-    return (experts if sparse(layer) else swiglu)(s, layer)
-
-
-def softmax_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
-                    n_shared: int = 0, **routing) -> nn.Module:  # fmt: skip
-    """Mixtral, Qwen3, DeepSeek-V2; n_shared experts are one FFN of n_shared times the width."""
-    shared = tb.GatedFFN(s.d_model, n_shared * width) if n_shared else None
-    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
-    router = tb.SoftmaxRouter(s.d_model, n_experts, top_k, **routing)
-    return tb.MixtureFFN(router, experts, shared)
-
-
-def sigmoid_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
-                    n_shared: int = 1, **routing) -> nn.Module:  # fmt: skip
-    """DeepSeek-V3, and with no shared expert MiniMax-M2 and MiMo."""
-    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
-    router = tb.SigmoidRouter(s.d_model, n_experts, top_k, **routing)
-    shared = tb.GatedFFN(s.d_model, n_shared * width) if n_shared else None
-    return tb.MixtureFFN(router, experts, shared)
-
-
-def qwen3_next_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
-                       width: int) -> nn.Module:  # fmt: skip
-    """Softmax over all, and a shared expert whose share is read from the token."""
-    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
-    router = tb.SoftmaxRouter(s.d_model, n_experts, top_k)
-    shared = GatedSharedExpert(s.d_model, tb.GatedFFN(s.d_model, width))
-    return tb.MixtureFFN(router, experts, shared)
-
-
-def llama4_experts(s: Sizes, _layer: int, *, n_experts: int, width: int) -> nn.Module:
-    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
-    options = {"renormalise": False, "selection_bias": False}
-    router = tb.SigmoidRouter(s.d_model, n_experts, 1, **options)
-    return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width), weigh_input=True)
-
-
-def gpt_oss_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
-                    limit: float = 7.0) -> nn.Module:  # fmt: skip
-    experts = (tb.ClampedGatedFFN(s.d_model, s.d_ff, limit=limit) for _ in range(n_experts))
-    return tb.MixtureFFN(tb.SoftmaxRouter(s.d_model, n_experts, top_k, bias=True), experts)
-
-
-# =============================================================================================
-# Models: compose(sizes, **parts)
-# =============================================================================================
-
-
-def make_blocks(s: Sizes, make_block: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    """make_block, or with s.shared the first block of a kind for all layers of that kind."""
-    if s.shared is None:
-        return make_block
-    made = {}
-
-    def first_of_its_kind(layer: int) -> nn.Module:
-        kind = s.shared(layer)
-        if kind not in made:
-            made[kind] = make_block(layer)
-        return made[kind]
-
-    return first_of_its_kind
-
-
-def stack(s: Sizes, make_block: Callable[[int], nn.Module],
-          shell: type[tb.DecoderOnlyLM] = tb.DecoderOnlyLM, **options) -> nn.Module:  # fmt: skip
-    """The shell around these blocks: tables, final RMSNorm, head."""
-    options = {"tie_embeddings": s.tied, "max_len": s.table_rows, "rope_base": s.base} | options
-    heads = s.n_q_heads, s.n_kv_heads, s.d_ff
-    options |= {"make_block": make_blocks(s, make_block), "eps": s.eps}
-    return shell(s.vocab_size, s.d_model, s.n_layers, *heads, **options)
-
-
-def with_parts(module: nn.Module, **parts: nn.Module) -> nn.Module:
-    """The module with these submodules in place of its own."""
-    for name, part in parts.items():
-        setattr(module, name, part)
-    return module
-
-
-def serial(s: Sizes, *, attn: Callable = attention, ffn: Callable = swiglu,
-           **shell) -> nn.Module:  # fmt: skip
-    """Pre-norm: Llama and most after it."""
-    return stack(
-        s,
-        lambda layer: tb.ModernDecoderBlock(
-            s.d_model, attn=attn(s, layer), ffn=ffn(s, layer), eps=s.eps
-        ),
-        **shell,
-    )
-
-
-def local_global(s: Sizes, window: int, full_every: int) -> list[int | None]:
-    """Every full_every-th layer sees everything, the others a window."""
-    return [window if (layer + 1) % full_every else None for layer in range(s.n_layers)]
-
-
-def gpt2(s: Sizes) -> nn.Module:
-    """Learned positions, LayerNorm, biases, tanh GELU."""
-
-    def block(_layer: int) -> nn.Module:
-        sizes = s.d_model, s.n_q_heads, s.d_ff
-        return tb.GPT2StyleDecoderLayer(*sizes, act=tanh_gelu, eps=s.eps)
-
-    return LearnedPositionLM(s, make_blocks(s, block))
-
-
-def parallel(s: Sizes, *, attn: Callable, ffn: Callable, shared_norm: bool, rope_dim: int,
-             head_bias: bool = False) -> nn.Module:  # fmt: skip
-    """Both branches read the stream: GPT-J, GPT-NeoX, Phi-2, Falcon."""
-    model = stack(
-        s,
-        lambda layer: tb.ParallelDecoderBlock(
-            s.d_model, attn=attn(s, layer), ffn=ffn(s, layer), shared_norm=shared_norm, eps=s.eps
-        ),
-        rope_dim=rope_dim,
-    )
-    model = with_parts(model, final_norm=nn.LayerNorm(s.d_model, s.eps))
-    return with_parts(model, lm_head=nn.Linear(s.d_model, s.vocab_size)) if head_bias else model
-
-
-def dense(s: Sizes, _layer: int, *, act: Callable, bias: bool) -> nn.Module:
-    return tb.DenseFFN(s.d_model, s.d_ff, act, bias)
-
-
-def parallel_gated(s: Sizes, *, logit_scale: float) -> nn.Module:
-    """Parallel with SwiGLU and LayerNorms without bias: PaLM, Command-R."""
-
-    def block(layer: int) -> nn.Module:
-        made = tb.ParallelDecoderBlock(s.d_model, attn=attention(s, layer), ffn=swiglu(s, layer))
-        return with_parts(made, norm=nn.LayerNorm(s.d_model, s.eps, bias=False))
-
-    return with_parts(stack(s, block), final_norm=ScaledLayerNorm(s.d_model, s.eps, logit_scale))
-
-
-def gemma1(s: Sizes) -> nn.Module:
-    return serial(s, ffn=geglu, embedding_scale=math.sqrt(s.d_model))
-
-
-def gemma(s: Sizes, *, attn: Callable, window: int, full_every: int,
-          logit_softcap: float | None = None) -> nn.Module:  # fmt: skip
-    """Gemma-2 and Gemma-3: a norm on each side of a branch, local layers first."""
-
-    def block(layer: int) -> nn.Module:
-        parts = {"attn": attn(s, layer), "ffn": geglu(s, layer)}
-        return tb.BranchNormDecoderBlock(s.d_model, **parts, eps=s.eps)
-
-    windows = local_global(s, window, full_every)
-    shell = {"windows": windows, "logit_softcap": logit_softcap}
-    return stack(s, block, embedding_scale=math.sqrt(s.d_model), **shell)
-
-
-def output_norm(s: Sizes, *, attn: Callable = whole_norm_attention, **shell) -> nn.Module:
-    """Branches are normed on their way out only: OLMo-2, OLMo-3."""
-
-    def block(layer: int) -> nn.Module:
-        parts = {"attn": attn(s, layer), "ffn": swiglu(s, layer)}
-        made = tb.BranchNormDecoderBlock(s.d_model, **parts, eps=s.eps)
-        return with_parts(made, attn_pre_norm=nn.Identity(), ffn_pre_norm=nn.Identity())
-
-    return stack(s, block, **shell)
-
-
-def windowed(s: Sizes, *, window: int, full_every: int, **parts) -> nn.Module:
-    """serial with a window: in every layer where full_every is above their number."""
-    return serial(s, windows=local_global(s, window, full_every), **parts)
-
-
-def deepseek_v4_experts(s: Sizes, layer: int, *, n_experts: int, top_k: int, scale: float,
-                        n_hashed: int, limit: float = 10.0) -> nn.Module:  # fmt: skip
-    """The first n_hashed layers choose by the token's id; the shared expert is limited too."""
-    experts = (LimitedGatedFFN(s.d_model, s.d_ff, limit) for _ in range(n_experts))
-    shared, routing = LimitedGatedFFN(s.d_model, s.d_ff, limit), (s.d_model, n_experts, top_k)
-    if layer < n_hashed:
-        router = HashRouter(*routing, s.vocab_size, scale=scale)
-        return HashMixtureFFN(router, experts, shared)
-    return tb.MixtureFFN(SqrtSoftplusRouter(*routing, scale=scale), experts, shared)
-
-
-def on_streams(s: Sizes, make_block: Callable[[int], nn.Module], **options) -> nn.Module:
-    """A stack of blocks that hand on n_streams: they are collapsed before the final norm."""
-    model = stack(s, make_block, **options)
-    collapse = StreamCollapse(s.d_model, norm_eps=s.eps)
-    return with_parts(model, final_norm=nn.Sequential(collapse, model.final_norm))
-
-
-def deepseek_v4(s: Sizes, *, attn: Callable, ffn: Callable, rope_dim: int) -> nn.Module:
-    """Four mixed streams, compressed attention, experts in every layer."""
-
-    def block(layer: int) -> nn.Module:
-        streams = (HyperConnection(s.d_model, norm_eps=s.eps) for _ in range(2))
-        parts = dict(zip(("attn_streams", "ffn_streams"), streams))
-        parts |= {"attn": attn(s, layer), "ffn": ffn(s, layer)}
-        return HyperConnectedBlock(s.d_model, eps=s.eps, **parts)
-
-    return on_streams(s, block, shell=TokenRoutedLM, rope_dim=rope_dim)
-
-
-def index_groups(n_layers: int) -> list[range]:
-    """Hy4's layers that share an index: 0 alone, then four by four from each that chooses."""
-    return [range(1), *(range(n, min(n + 4, n_layers)) for n in range(1, n_layers, 4))]
-
-
-def hy4(s: Sizes, *, index: dict[str, int], latent: dict[str, int], n_experts: int, top_k: int,
-        width: int, scale: float, limit: float = 10.0) -> nn.Module:  # fmt: skip
-    """Four streams that are not mixed; gated latent attention with sinks; one index for several
-    layers; routed experts limited, the shared one not; layer 0 dense."""
-    groups = index_groups(s.n_layers)
-
-    def ffn(layer: int) -> nn.Module:
-        if layer == 0:
-            return swiglu(s, layer)
-        router = tb.SigmoidRouter(s.d_model, n_experts, top_k, scale=scale)
-        experts = (LimitedGatedFFN(s.d_model, width, limit) for _ in range(n_experts))
-        return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width))
-
-    def layer(number: int, chooses: bool) -> nn.Module:
-        attn = GatedLatentAttention(s.d_model, s.n_q_heads, **latent)
-        if chooses:
-            attn = IndexedSparseAttention(attn, **index)
-            attn.index_norm.eps = s.eps
-        else:
-            attn = SharedIndexAttention(attn)
-        streams = (IndependentConnection(s.d_model, norm_eps=s.eps) for _ in range(2))
-        parts = dict(zip(("attn_streams", "ffn_streams"), streams))
-        return HyperConnectedBlock(s.d_model, attn=attn, ffn=ffn(number), eps=s.eps, **parts)
-
-    def group(number: int) -> nn.Module:
-        return IndexGroup(layer(n, chooses=n == groups[number][0]) for n in groups[number])
-
-    blocks = dataclasses.replace(s, n_layers=len(groups))
-    return on_streams(blocks, group, rope_dim=latent["rope_dim"])
-
-
-def scheduled(s: Sizes, *, window: int, full: Callable[[int], bool], **parts) -> nn.Module:
-    """serial with a window in the layers that are not full."""
-    windows = [None if full(layer) else window for layer in range(s.n_layers)]
-    return serial(s, windows=windows, **parts)
 
 
 # =============================================================================================
@@ -1033,8 +493,10 @@ def v4_flash_rate(layer: int) -> int:
     return 0 if layer < 2 else 128 if layer % 2 else 4
 
 
-SECOND_HAND = "Second-hand cells"  # those that only copies of a configuration bear out
-ALL_COPIES = {SECOND_HAND: "all"}
+WHOLE_ROW = frozenset(
+    {"Kinds of layers", "Heads", "head_dim", "Theta", "Block", "eps", "Extras", "Experts", "FFN"}
+    | {"d_ff", "Layers", "d_model", "Vocabulary", "Tied"}
+)
 K2_EXPERTS = partial(sigmoid_experts, n_experts=384, top_k=8, width=2048, scale=2.827)
 GLM_LATENT = {"kv_rank": 512, "q_rank": 2048, "nope_dim": 192, "rope_dim": 64, "v_dim": 256}
 MIMO_EXPERTS = partial(sigmoid_experts, top_k=8, width=2048, n_shared=0)
@@ -1060,7 +522,8 @@ RECIPES_2026 = {
         },
         (1e12, 32e9),
         "MoonshotAI/Kimi-K2 README; 32B leaves the input table out",
-        ADJACENT | {SECOND_HAND: "latents, widths, gates, eps, positions, Tied"},
+        ADJACENT,
+        second_hand=frozenset({"head_dim", "Theta", "eps", "Extras", "d_ff", "Tied"}),
         kinds=partial(operator.le, 1),
     ),
     "SmolLM3 3B": Recipe(
@@ -1095,7 +558,7 @@ RECIPES_2026 = {
         },
         (230e9, 10e9),
         "MiniMax-AI/MiniMax-M2 README",
-        ALL_COPIES,
+        second_hand=WHOLE_ROW,
     ),
     "Qwen3-Next 80B-A3B": Recipe(
         serial,
@@ -1107,7 +570,8 @@ RECIPES_2026 = {
         },
         (80e9, 3e9),
         "model card (copies); 3B leaves both tables out",
-        PLUS_ONE | ALL_COPIES,
+        PLUS_ONE,
+        second_hand=WHOLE_ROW,
         kinds=every_4th,
     ),
     "DeepSeek-V3.2": Recipe(
@@ -1138,7 +602,7 @@ RECIPES_2026 = {
         },
         (309e9, 15e9),
         "XiaomiMiMo/MiMo-V2-Flash README and paper, Table 1",
-        {SECOND_HAND: "d_ff, eps, gates, Tied"},
+        second_hand=frozenset({"d_ff", "eps", "Tied"}),
         kinds=lambda layer: (mimo_flash_full(layer), layer == 0),
     ),
     "GLM-5": Recipe(
@@ -1155,7 +619,8 @@ RECIPES_2026 = {
         },
         (744e9, 40e9),
         "zai-org/GLM-5 README; 40B leaves both tables out",
-        ADJACENT | ALL_COPIES,
+        ADJACENT,
+        second_hand=WHOLE_ROW - {"Kinds of layers"},
         kinds=partial(operator.le, 3),
     ),
     "MiMo-V2.6-Pro": Recipe(  # its class doubles the KV heads of window layers: not this checkpoint
@@ -1171,7 +636,7 @@ RECIPES_2026 = {
         },
         (1.02e12, 42e9),
         "copies of the configuration; 42B counts both tables",
-        ALL_COPIES,
+        second_hand=WHOLE_ROW,
         kinds=lambda layer: (mimo_pro_full(layer), layer == 0),
     ),
     "DeepSeek-V4-Flash": Recipe(
@@ -1189,7 +654,8 @@ RECIPES_2026 = {
         },
         (284e9, 13e9),
         "DeepSeek-V4 report §4.2.1 (copy); 13B leaves the input table out",
-        ADJACENT | {SECOND_HAND: "eps, positions, limit, vocabulary, Tied"},
+        ADJACENT,
+        second_hand=frozenset({"Theta", "eps", "FFN", "Vocabulary", "Tied"}),
         kinds=lambda layer: (layer < 3, v4_flash_rate(layer)),
     ),
     "Hy4-preview": Recipe(
@@ -1202,7 +668,7 @@ RECIPES_2026 = {
         },
         (770e9, 49e9),
         "Tencent-Hunyuan/Hy4-preview README; 49B counts both tables, MTP is in neither",
-        {SECOND_HAND: "eps, positions, gates, which layers choose, Tied"},
+        second_hand=frozenset({"head_dim", "Theta", "eps", "FFN", "Tied"}),
         kinds=lambda group: (group == 0, group == 20),
     ),
 }  # fmt: skip
@@ -1265,10 +731,82 @@ def idle_parameters(model: nn.Module) -> int:
 
 
 def cache_elements(attn: nn.Module) -> int:
-    """Numbers that one token leaves in the cache of a layer."""
+    """Numbers that one token leaves in the cache of a layer, on average where it pools tokens."""
+    if isinstance(attn, IndexedSparseAttention):
+        return cache_elements(attn.attn) + attn.index_dim
+    if isinstance(attn, (OutputGatedAttention, SharedIndexAttention)):
+        return cache_elements(attn.attn)
+    if isinstance(attn, GatedDeltaNet):
+        return 0
+    if isinstance(attn, CompressedAttention):
+        pooled = [part for part in (attn.pooling, getattr(attn.index, "pooling", None)) if part]
+        return sum(part.width for part in pooled) // pooled[0].rate if pooled else 0
     if isinstance(attn, tb.MultiHeadLatentAttention):
         return attn.kv_rank + attn.rope_dim
+    if isinstance(attn, NarrowValueAttention):
+        return kv_heads(attn) * (attn.head_dim + attn.v_dim)
     return tb.kv_cache_elements(kv_heads(attn), attn.head_dim)
+
+
+def fixed_elements(attn: nn.Module) -> int:
+    """Numbers that a layer keeps whatever the length: a state, or a window of its own."""
+    if isinstance(attn, GatedDeltaNet):
+        state = attn.n_v_heads * attn.k_dim * attn.v_dim
+        return state + attn.conv.weight.numel() - attn.conv.weight.shape[1]
+    if isinstance(attn, CompressedAttention):
+        return (attn.window - 1) * attn.head_dim
+    return 0
+
+
+class CacheUse(NamedTuple):
+    """Numbers that a kind of layer caches: for each token for ever, and at most besides."""
+
+    layers: int
+    grows: int
+    fixed: int
+
+    def at(self, length: int) -> int:
+        """All layers of the kind, after length tokens (not before the fixed part is full)."""
+        return self.layers * (self.grows * length + self.fixed)
+
+
+def cache_use(model: nn.Module) -> dict[str, CacheUse]:
+    """What each kind of layer caches. A window keeps the tokens ahead of the next one."""
+    uses: dict[str, CacheUse] = {}
+    for number, layer in enumerate(layers_of(model)):
+        each, seen = cache_elements(layer.attn), reach(model, number)
+        grows, fixed = (each, 0) if seen is None else (0, each * (seen - 1))
+        use = CacheUse(1, grows, fixed + fixed_elements(layer.attn))
+        kind = kind_of(model, number)
+        uses[kind] = use._replace(layers=uses[kind].layers + 1 if kind in uses else 1)
+    return uses
+
+
+def kind_of(model: nn.Module, number: int) -> str:
+    """What a layer attends with, in a few words."""
+    attn, seen = layers_of(model)[number].attn, reach(model, number)
+    if isinstance(attn, GatedDeltaNet):
+        return "DeltaNet"
+    if isinstance(attn, CompressedAttention):
+        if attn.pooling is None:
+            return f"window {attn.window}"
+        top = f", top {attn.index.top_k}" if attn.index else ""
+        return f"window {attn.window} + entries of {attn.pooling.rate}{top}"
+    if isinstance(attn, IndexedSparseAttention):
+        return f"MLA, index top {attn.top_k:,}"
+    if isinstance(attn, SharedIndexAttention):
+        return "MLA, shared index"
+    if isinstance(attn, tb.MultiHeadLatentAttention):
+        return "MLA"
+    inner = attn.attn if isinstance(attn, OutputGatedAttention) else attn
+    words = [sharing(inner)]
+    if inner is not attn:
+        words.append("gated")
+    if not getattr(inner, "rope", True):
+        words.append("unrotated")
+    if seen is not None:
+        words.append(f"window {seen:,}")
+    return " ".join(words)
 
 
 def linear(module: nn.Module) -> nn.Linear:
@@ -1278,7 +816,7 @@ def linear(module: nn.Module) -> nn.Linear:
 
 def q_heads(attn: nn.Module) -> int:
     if isinstance(attn, tb.MultiHeadLatentAttention):
-        return attn.o_proj.in_features // attn.v_dim
+        return attn.kv_up.out_features // (attn.nope_dim + attn.v_dim)
     return linear(attn.q_proj).out_features // attn.head_dim
 
 
@@ -1286,15 +824,20 @@ def kv_heads(attn: nn.Module) -> int:
     return linear(attn.k_proj).out_features // attn.head_dim
 
 
-def reach(model: nn.Module, layer: int) -> int | None:
+def reach(model: nn.Module, number: int) -> int | None:
     """How many positions a layer sees at most, None for all."""
-    attend = getattr(model.blocks[layer].attn, "attend", None)
-    return getattr(attend, "keywords", {}).get("chunk") or model.windows[layer]
+    attend = getattr(layers_of(model)[number].attn, "attend", None)
+    chunk = getattr(attend, "keywords", {}).get("chunk")
+    grouped = len(model.windows) != len(layers_of(model))  # no group has a window
+    return chunk or (None if grouped else model.windows[number])
 
 
 def topology(block: nn.Module) -> str:
     if isinstance(block, tb.ParallelDecoderBlock):
         return "parallel, " + ("one norm" if block.ffn_norm is None else "two norms")
+    if isinstance(block, HyperConnectedBlock):
+        mixed = "not mixed" if isinstance(block.attn_streams, IndependentConnection) else "mixed"
+        return f"Pre-LN, {block.n_streams} streams, {mixed}"
     if isinstance(block, tb.BranchNormDecoderBlock):
         return "output norm" if isinstance(block.attn_pre_norm, nn.Identity) else "pre+post"
     return "Pre-LN"
@@ -1305,6 +848,8 @@ def first_norm(block: nn.Module) -> nn.Module:
 
 
 def norm_name(norm: nn.Module) -> str:
+    if isinstance(norm, nn.Sequential):
+        return f"{norm_name(norm[-1])} of the collapsed streams"
     if isinstance(norm, nn.LayerNorm):
         return "LayerNorm" + ("" if norm.bias is not None else ", no bias")
     return "RMSNorm"
@@ -1404,6 +949,8 @@ def ffn_name(ffn: nn.Module) -> str:
     ffn = ffn.experts[0] if isinstance(ffn, tb.MixtureFFN) else ffn
     if isinstance(ffn, tb.ClampedGatedFFN):
         return "SwiGLU, clamped"
+    if isinstance(ffn, LimitedGatedFFN):
+        return f"SwiGLU, limit {ffn.limit:g}"
     gated = isinstance(ffn, tb.GatedFFN)
     names = {F.silu: "SwiGLU", tanh_gelu: "GeGLU"} if gated else {tanh_gelu: "tanh GELU"}
     return names.get(ffn.act, "GELU")
@@ -1411,19 +958,21 @@ def ffn_name(ffn: nn.Module) -> str:
 
 def ffn_widths(model: nn.Module) -> tuple[int, int | None]:
     """d_ff of an expert, or of every layer, and that of a mixture's dense layers."""
-    ffns = [block.ffn for block in model.blocks]
+    ffns = [layer.ffn for layer in layers_of(model)]
     routed = [ffn.experts[0].up.out_features for ffn in ffns if isinstance(ffn, tb.MixtureFFN)]
     plain = [ffn.up.out_features for ffn in ffns if not isinstance(ffn, tb.MixtureFFN)]
     return (routed[0], plain[0] if plain else None) if routed else (plain[0], None)
 
 
 def experts(model: nn.Module) -> str:
-    mixed = [isinstance(block.ffn, tb.MixtureFFN) for block in model.blocks]
+    ffns = [layer.ffn for layer in layers_of(model)]
+    mixed = [isinstance(ffn, tb.MixtureFFN) for ffn in ffns]
     if not any(mixed):
         return "-"
     first = mixed.index(True)
-    mixture = model.blocks[first].ffn
-    shared = mixture.shared.up.out_features // ffn_widths(model)[0] if mixture.shared else 0
+    mixture = ffns[first]
+    expert = getattr(mixture.shared, "expert", mixture.shared)
+    shared = expert.up.out_features // ffn_widths(model)[0] if expert else 0
     text = f"{len(mixture.experts)}{f' + {shared}' if shared else ''}, top-{mixture.router.top_k}"
     if all(mixed):
         return text
@@ -1474,6 +1023,143 @@ def cells(name: str) -> dict[str, str]:
     return shown | {"q/kv": heads, "Ratio": shown["d_ff / d_model"]}
 
 
+def thetas(name: str) -> str:
+    """The bases of the rotation, with the layers that turn by each where they are not all."""
+    found = collections.Counter()
+    for layer in layers_of(outlined(name)):
+        parts = [part for part in layer.attn.modules() if getattr(part, "rope_dim", 0)]
+        hooks = [hook for part in parts for hook in part._forward_pre_hooks.values()]
+        own = next((hook.theta for hook in hooks if isinstance(hook, OwnTables)), None)
+        if parts:
+            found[own or f"{ROWS[name].sizes.base:,.0f}"] += 1
+    alone = found.total() == len(layers_of(outlined(name))) and len(found) == 1
+    return ", ".join(theta if alone else f"{theta} ({n})" for theta, n in found.items())
+
+
+def head_widths(attn: nn.Module) -> tuple[str, str]:
+    """Heads of queries and keys, and channels of a head, in words."""
+    attn = attn.attn if hasattr(attn, "attn") else attn
+    if isinstance(attn, GatedDeltaNet):
+        n_k = attn.q_proj.out_features // attn.k_dim
+        return f"{n_k} k, {attn.n_v_heads} v", f"{attn.k_dim}"
+    if isinstance(attn, CompressedAttention):
+        return f"{len(attn.attend.sinks)} / 1", f"{attn.head_dim}"
+    if isinstance(attn, tb.MultiHeadLatentAttention):
+        heads = attn.kv_up.out_features // (attn.nope_dim + attn.v_dim)
+        return f"{heads} / -", f"{attn_width(attn)}; v {attn.v_dim}"
+    narrow = f"; v {attn.v_dim}" if isinstance(attn, NarrowValueAttention) else ""
+    return f"{q_heads(attn)} / {kv_heads(attn)}", f"{attn.head_dim}{narrow}"
+
+
+def found_extras(model: nn.Module) -> str:
+    """What else the layers have, each with their number where it is not all."""
+    layers, found = layers_of(model), collections.Counter()
+    for layer in layers:
+        parts = list(layer.attn.modules())
+        names = {type(part) for part in parts}
+        queries = getattr(layer.attn, "q_proj", None)
+        scaled = isinstance(layer.attn, NarrowValueAttention)
+        holds = {
+            "sinks": tb.SinkAttention in names,
+            "output gate": bool(names & {OutputGatedAttention, GatedLatentAttention}),
+            "QK-norm per head": any(getattr(part, "k_norm", None) is not None for part in parts),
+            "QK-norm, whole q and k": isinstance(queries, nn.Sequential),
+            "grouped output": isinstance(layer.attn, CompressedAttention),
+            f"values x {layer.attn.value_scale if scaled else 1:g}": scaled,
+            "experts by token id": isinstance(layer.ffn, HashMixtureFFN),
+            "gated shared expert": isinstance(
+                getattr(layer.ffn, "shared", None), GatedSharedExpert
+            ),
+        }
+        found.update(name for name, there in holds.items() if there)
+    return ", ".join(e if n == len(layers) else f"{e} ({n})" for e, n in found.items()) or "none"
+
+
+def active_parameters(model: nn.Module) -> list[int]:
+    """Parameters that a token uses: with both vocabulary tables, without the input one (a tied one
+    stays: it is the head), without both."""
+    both = all_parameters(model) - idle_parameters(model)
+    table, head = count(model.embedding), count(model.lm_head)
+    return [both, both - table, both - table - head] if head else [both, both, both - table]
+
+
+ACTIVE = ("Both tables in", "Input table out", "Both out")
+
+
+@cache
+def cells_2026(name: str) -> dict[str, str]:
+    """The cells of a later row: from the composed model. What rounds to the published number of
+    active parameters is bold; a * marks what only copies of a configuration bear out."""
+    recipe, model = ROWS[name], outlined(name)
+    layers, uses = layers_of(model), cache_use(model)
+    kinds = collections.Counter(kind_of(model, number) for number in range(len(layers)))
+    heads = dict.fromkeys(head_widths(layer.attn) for layer in layers)
+    width, plain = ffn_widths(model)
+    total, published = recipe.published
+    active, length = active_parameters(model), 131072
+    if published is None:
+        published, printed = total, "-"
+    else:
+        printed = f"{published / 1e9:g} B"
+    shown = {
+        "Kinds of layers": ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
+        "Heads": ", ".join(text for text, _ in heads),
+        "head_dim": ", ".join(dict.fromkeys(text for _, text in heads)),
+        "Theta": thetas(name),
+        "Block": topology(layers[0]),
+        "eps": f"{first_norm(layers[0]).eps:.0e}".replace("e-0", "e-"),
+        "Extras": found_extras(model),
+        "Experts": experts(model),
+        "FFN": ffn_name(layers[-1].ffn),
+        "d_ff": f"{width:,}" + (f"; dense {plain:,}" if plain else ""),
+        "Layers": f"{len(layers)}",
+        "d_model": f"{recipe.sizes.d_model:,}",
+        "Vocabulary": f"{recipe.sizes.vocab_size:,}",
+        "Tied": "yes" if model.lm_head is None else "no",
+        "Total": f"{all_parameters(model):,}",
+        "Published": f"{total / 1e9:,g} B / {printed}",
+        "Numbers a token": f"{sum(use.layers * use.grows for use in uses.values()):,}",
+        "Fixed numbers": f"{sum(use.layers * use.fixed for use in uses.values()):,}",
+        "GiB at 131,072": f"{2 * sum(use.at(length) for use in uses.values()) / 2**30:.2f}",
+    }
+    for column, number in zip(ACTIVE, active):
+        text = billions(number)
+        shown[column] = f"**{text}**" if round(number / 1e9) == published / 1e9 else text
+    marked = recipe.second_hand
+    return {c: text + (" *" if c in marked else "") for c, text in shown.items()}
+
+
+TABLES_2026 = {  # title: column: alignment
+    "models of 2025 and 2026, layers": {
+        "Kinds of layers": "---",
+        "Heads": "---",
+        "head_dim": "---",
+        "Theta": "---",
+        "Block": "---",
+        "eps": "--:",
+        "Extras": "---",
+    },
+    "models of 2025 and 2026, experts and sizes": {
+        "Experts": "---",
+        "FFN": "---",
+        "d_ff": "---",
+        "Layers": "--:",
+        "d_model": "--:",
+        "Vocabulary": "--:",
+        "Tied": "---",
+    },
+    "models of 2025 and 2026, counts": {
+        "Total": "--:",
+        **dict.fromkeys(ACTIVE, "--:"),
+        "Published": "---",
+    },
+    "models of 2025 and 2026, cache": {
+        "Numbers a token": "--:",
+        "Fixed numbers": "--:",
+        "GiB at 131,072": "--:",
+    },
+}
+
 FRONT = {  # the table in front: these columns of these models
     "Topology": ":--",
     "Norm": ":--",
@@ -1506,11 +1192,15 @@ TABLES = {  # title: column: alignment, as the notes have them
 }
 
 
-def markdown_table(columns: dict[str, str], names: list[str] | None = None) -> str:
-    """A table of the notes: these columns of these models, of all by default."""
+def markdown_table(
+    columns: dict[str, str],
+    names: Iterable[str] = tuple(RECIPES),
+    read: Callable[[str], dict[str, str]] = cells,
+) -> str:
+    """A table of the notes: these columns of these models."""
     first = ":--" if ":--" in columns.values() else "---"
     rows = [["Model", *columns], [first, *columns.values()]]
-    rows += [[name, *(cells(name)[column] for column in columns)] for name in names or RECIPES]
+    rows += [[name, *(read(name)[column] for column in columns)] for name in names]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines[1] = lines[1].replace(" ", "")
     return "\n".join(lines)
@@ -1522,8 +1212,14 @@ def markdown_table(columns: dict[str, str], names: list[str] | None = None) -> s
 
 
 def overview() -> str:
-    columns = ["Layers", "d_model", "Parameters", "Active", "KiB a token"]
-    rows = [["Model", *columns], *([n, *(cells(n)[c] for c in columns)] for n in RECIPES)]
+    rows = [["Model", "Layers", "d_model", "Parameters", "Active", "KiB a token"]]
+    for name, recipe in ROWS.items():
+        model = outlined(name)
+        layers, total = layers_of(model), all_parameters(model)
+        cached = sum(cache_elements(layer.attn) for layer in layers)
+        active = total - idle_parameters(model)
+        row = [f"{len(layers)}", f"{recipe.sizes.d_model:,}", billions(total), billions(active)]
+        rows.append([name, *row, f"{2 * cached / 1024:,.1f}".removesuffix(".0")])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
@@ -1538,6 +1234,30 @@ def described(module: nn.Module) -> str:
     name = type(module).__name__
     if module is None:
         return "none"
+    if isinstance(module, GatedSharedExpert):
+        return f"{name}({described(module.expert)})"
+    if isinstance(module, (OutputGatedAttention, SharedIndexAttention)):
+        return f"{name}({described(module.attn)})"
+    if isinstance(module, IndexedSparseAttention):
+        heads = module.index_q.out_features // module.index_dim
+        index = f"top {module.top_k:,} by {heads} index heads of {module.index_dim}"
+        return f"{name}({index}; {described(module.attn)})"
+    if isinstance(module, GatedDeltaNet):
+        heads, width = head_widths(module)
+        return f"{name}({heads} heads of {width}, convolution over {module.conv_width})"
+    if isinstance(module, CompressedAttention):
+        parts = [f"{head_widths(module)[0]} heads of {module.head_dim}, window {module.window}"]
+        if module.pooling is not None:
+            overlap = ", overlapping" if module.pooling.overlap else ""
+            parts.append(f"entries of {module.pooling.rate} tokens{overlap}")
+        if module.index is not None:
+            parts.append(f"top {module.index.top_k} of them")
+        return f"{name}({'; '.join(parts)})"
+    if isinstance(module, NarrowValueAttention):
+        heads, _ = head_widths(module)
+        attend = getattr(module.attend, "__name__", type(module.attend).__name__)
+        values = f"values {module.v_dim} x {module.value_scale:g}"
+        return f"{name}({heads} heads of {module.head_dim}, {values}, {attend})"
     if isinstance(module, tb.MixtureFFN):
         router, shared = module.router, module.shared
         parts = [f"{type(router).__name__}, top-{router.top_k} of {len(module.experts)}"]
@@ -1551,7 +1271,7 @@ def described(module: nn.Module) -> str:
             parts.append("weight on the input")
         parts += [f"experts {described(module.experts[0])}", f"shared {described(shared)}"]
         return f"{name}({'; '.join(parts)})"
-    if isinstance(module, (tb.DenseFFN, tb.GatedFFN, tb.ClampedGatedFFN)):
+    if isinstance(module, (tb.DenseFFN, tb.GatedFFN, tb.ClampedGatedFFN, LimitedGatedFFN)):
         return f"{name}({module.d_model} -> {module.up.out_features}, {ffn_name(module)})"
     if isinstance(module, tb.MultiHeadLatentAttention):
         ranks = f"q_rank {module.q_rank}, kv_rank {module.kv_rank}, "
@@ -1567,9 +1287,9 @@ def described(module: nn.Module) -> str:
 def layer_groups(model: nn.Module) -> dict[tuple, list[int]]:
     """Layers that are composed alike: block, attention, FFN, reach -> their numbers."""
     groups = collections.defaultdict(list)
-    for layer, block in enumerate(model.blocks):
-        parts = type(block).__name__, described(block.attn), described(block.ffn)
-        groups[(*parts, reach(model, layer))].append(layer)
+    for number, layer in enumerate(layers_of(model)):
+        parts = type(layer).__name__, described(layer.attn), described(layer.ffn)
+        groups[(*parts, reach(model, number))].append(number)
     return groups
 
 
@@ -1580,14 +1300,15 @@ def numbers(layers: list[int]) -> str:
 
 def details(name: str) -> str:
     """How a model is composed, what each part holds and what a token costs."""
-    recipe, model = RECIPES[name], outlined(name)
+    recipe, model = ROWS[name], outlined(name)
     lines = [
         name,
         "",
         f"composed as {type(model).__name__}, final norm {norm_name(model.final_norm)}",
     ]
+    blocks = layers_of(model)
     for (block, attn, ffn, seen), layers in layer_groups(model).items():
-        first = model.blocks[layers[0]]
+        first = blocks[layers[0]]
         lines += [
             f"  {numbers(layers)}",
             f"    {block}: {topology(first)}, {norm_name(first_norm(first))}",
@@ -1595,20 +1316,26 @@ def details(name: str) -> str:
             f"    ffn   {ffn}",
         ]
     total, idle = all_parameters(model), idle_parameters(model)
-    blocks, head = list(model.blocks), count(model.lm_head)
+    head = count(model.lm_head)
     tables = count(model.embedding, getattr(model, "positions", None))
     held = {
         "embedding": tables,
         "attention": count(*(block.attn for block in blocks)),
         "FFN": count(*(block.ffn for block in blocks)),
-        "norms": sum(count(block) - count(block.attn, block.ffn) for block in blocks),
+        "streams": sum(count(*stream_parts(block)) for block in blocks),
+        "norms": sum(
+            count(block) - count(block.attn, block.ffn, *stream_parts(block)) for block in blocks
+        ),
         "final norm": count(model.final_norm),
         "head": head,
         "total": total,
         "active": total - idle,
     }
     lines += ["", "parameters"]
-    lines += [f"  {part:<10}  {number:>19,}" for part, number in held.items()]
+    lines += [f"  {part:<10}  {number:>19,}" for part, number in held.items() if number]
+    if name in RECIPES_2026:
+        for way, number in zip(ACTIVE[1:], active_parameters(model)[1:]):
+            lines.append(f"    {way.lower():<16}{number:>15,}")
     lines += [
         f"  published   {recipe.published[0]:>19,.0f}  ({recipe.source})",
         "",
@@ -1616,18 +1343,29 @@ def details(name: str) -> str:
     ]
     # A matrix of n numbers takes n multiplications and n additions; the input table is looked up.
     matrices = total - idle - (0 if model.lm_head is None else tables)
-    reads = sum(2 * q_heads(b.attn) * value_and_key(b.attn) for b in blocks)
     cached = sum(cache_elements(block.attn) for block in blocks)
-    lines += [
-        f"  {2 * matrices / 1e9:,.1f} GFLOP in the matrices",
-        f"  {reads:,} FLOP in the attentions for each position seen",
-        f"  {2 * cached:,} bytes of cache at 16 bit, {2 * cached // len(blocks):,} a layer",
-    ]
+    lines.append(f"  {2 * matrices / 1e9:,.1f} GFLOP in the matrices")
+    if name in RECIPES:
+        reads = sum(2 * q_heads(b.attn) * value_and_key(b.attn) for b in blocks)
+        lines.append(f"  {reads:,} FLOP in the attentions for each position seen")
+    lines.append(
+        f"  {2 * cached:,} bytes of cache at 16 bit, {2 * cached // len(blocks):,} a layer"
+    )
+    if name in RECIPES_2026:
+        lines += ["", "cached by kind of layer, numbers"]
+        for kind, use in cache_use(model).items():
+            lines.append(f"  {use.layers} x {kind}: {use.grows:,} a token, {use.fixed:,} fixed")
     short = [layer for layer in range(len(blocks)) if reach(model, layer)]
     if short:
         most = f"keep {reach(model, short[0]):,} positions at most"
         lines.append(f"  {len(short)} of {len(blocks)} layers {most}")
     return "\n".join(lines)
+
+
+def stream_parts(block: nn.Module) -> list[nn.Module]:
+    """What a block on several streams has in place of its additions."""
+    names = ("attn_streams", "ffn_streams")
+    return [getattr(block, name) for name in names if hasattr(block, name)]
 
 
 def value_and_key(attn: nn.Module) -> int:
@@ -1639,10 +1377,10 @@ def value_and_key(attn: nn.Module) -> int:
 
 def nearest(name: str) -> str:
     """The names that a wrong one may have meant, or all."""
-    folded = {known.casefold(): known for known in RECIPES}
+    folded = {known.casefold(): known for known in ROWS}
     close = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)
     close = close or [known for known in folded if name.casefold() in known]
-    return ", ".join(folded[known] for known in close) or ", ".join(RECIPES)
+    return ", ".join(folded[known] for known in close) or ", ".join(ROWS)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1654,13 +1392,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="the recipe tables of the notes")
     options = parser.parse_args(argv)
     wanted = " ".join(options.name)
-    known = {name.casefold(): name for name in RECIPES}
+    known = {name.casefold(): name for name in ROWS}
     if options.markdown and wanted:
         parser.error("--markdown prints all models and takes no name")
     if wanted and wanted.casefold() not in known:
         parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
     if options.markdown:
         tables = [f"Recipe: {title}\n\n{markdown_table(c)}" for title, c in TABLES.items()]
+        tables += [
+            f"Recipe: {title}\n\n{markdown_table(columns, RECIPES_2026, cells_2026)}"
+            for title, columns in TABLES_2026.items()
+        ]
         text = "\n\n".join([markdown_table(FRONT, FRONT_MODELS), *tables])
     else:
         text = details(known[wanted.casefold()]) if wanted else overview()

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 import transformer_block as tb
 import transformers
-from recipes import ROWS as RECIPES
-from recipes import (
+from recipe_parts import (
     LearnedPositionLM,
     index_groups,
     linear_tables,
@@ -35,6 +34,7 @@ from recipes import (
     yarn_gain,
     yarn_tables,
 )
+from recipes import ROWS as RECIPES
 from torch import Tensor, nn
 from transformers.models.bart.modeling_bart import BartDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
