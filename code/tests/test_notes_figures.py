@@ -206,7 +206,12 @@ def latent():
     assert counted == 32 * (8 + 18) + 8 * 4 * 6 + 16 * 4 * 8 + 4 * 4 * 32
     yield 5, f"A V3 layer's attention holds {weights / 1e6:.0f} M weights"
     yield 5, f"MHA of 128 heads of 128 would hold {wide / 1e6:.0f} M"
-    yield 9, f"{weights / 1e6:.0f} M attention weights where MHA would have {wide / 1e6:.0f} M"
+    saved = 7168 * 128 * 192 - 1536 * (7168 + 128 * 192)  # a full query projection for the pair
+    assert wide - weights > saved  # the rest is the KV latent's
+    yield 5, f"it would hold {(weights + saved) / 1e6:.0f} M, so the query latent saves"
+    yield 5, f"the query latent saves {saved / 1e6:.0f} M"
+    yield 9, f"has {weights / 1e6:.0f} M attention weights; with a full query projection"
+    yield 9, f"it would have {(weights + saved) / 1e6:.0f} M, as MHA {wide / 1e6:.0f} M"
     yield 5, f"have rank 512 instead of {n(mha)}"
     yield 5, f"keys of width {mla} and values of width 512"
     yield 5, f"multiplies {mla} + 512 numbers where the expanded form multiplies {128 + 64} + 128"
@@ -411,7 +416,9 @@ def after_2025():
     state = 32 * 128 * 128
     yield 7, f"a state of {n(state)} numbers"
     bytes_held = 4 * state + 2 * 8192 * 4  # float32 state, the convolution's last columns
-    yield 7, f"a growing cache of {n(bytes_held / (2 * tb.kv_cache_elements(2, 256)))} tokens"
+    tokens = bytes_held / (2 * tb.kv_cache_elements(2, 256))
+    yield 7, f"as one of its full layers caches for {n(tokens)} tokens"
+    yield 7, f"the states weigh as much as {n(36 / 12 * tokens)} cached tokens"
     yield 7, f"{(512 + 128) // 4} or {512 // 128}, and a window of 128"
 
 
