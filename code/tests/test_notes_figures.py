@@ -407,6 +407,19 @@ def overlays():
     yield 10, f"a pass yields {(1 - rate ** (drafted + 1)) / (1 - rate):.2f} tokens"
 
 
+def also_asked():
+    weights, bandwidth, peak = 70e9 * 2, 3.35e12, 990e12  # an H100's, as its data sheet has them
+    yield 9, f"{weights / 1e9:.0f} GB; at 3.35 TB/s that is {weights / bandwidth * 1e3:.0f} ms a step"
+    rows = peak / bandwidth  # 2 FLOPs and 2 bytes a weight and row: one FLOP a byte and row
+    yield 9, f"about {round(rows, -2):.0f} rows on"
+    p = torch.tensor([0.99, 0.01], dtype=torch.float64).log().requires_grad_()
+    p.softmax(0)[0].backward()
+    yield 9, f"A weight of 0.99 leaves {p.grad[0]:.4f} on its own score"
+    many, few = math.comb(128, 8), math.comb(32, 2)
+    yield 9, f"128 experts with 8 chosen offer {many / 1e12:.1f}e12 combinations where 32"
+    yield 9, f"with 2 offer {few}"
+
+
 def after_2025():
     index, absorbed = 2 * 64 * 128, 2 * 128 * (576 + 512)
     yield 7, "576 + 128 in place of 576"
@@ -422,7 +435,7 @@ def after_2025():
     yield 7, f"{(512 + 128) // 4} or {512 // 128}, and a window of 128"
 
 
-LATER = [longer_contexts, routers, overlays, after_2025]
+LATER = [longer_contexts, routers, overlays, also_asked, after_2025]
 LATER_CLAIMS = [claim for part in LATER for claim in part()]
 
 
