@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "code" / "transformer_block.py"
 NOTES = (ROOT / "transformer_block_tutorial.md").read_text(encoding="utf-8")
 SOURCE = SCRIPT.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Every number of sections 6, 8, 9, 10 and of the one-page sheet, recomputed and looked up in the text.
 
 The digits are computed here: from plain arithmetic, the script's counting functions, or the cells of the recipe tables (which
-test_notes_recipes.py checks against the library). The whole phrase must stand in the section; white space does not matter.
+test_model_tables.py checks against the library). The whole phrase must stand in the section; white space does not matter.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NOTES = ROOT / "transformer_block_tutorial.md"
 GIB, KIB = 1024**3, 1024
 COLUMNS = (
@@ -124,7 +124,7 @@ def test_mixtral_by_hand():
     stands("One-page sheet", f"{active / 1e9:.1f} of {total / 1e9:.1f}")
 
 
-# counted on the meta device by test_notes_recipes.py (total); active: all but the experts a token does not use
+# counted on the meta device by test_model_tables.py (total); active: all but the experts a token does not use
 @pytest.mark.parametrize(
     "model, total, experts, k, moe_layers, h, d, given",
     [
@@ -491,7 +491,7 @@ def test_twelve_wrong_answers():
 
 # ---------------------------------------------------------------- section 10
 
-RATIOS = {  # model: (without vocabulary, all), counted on the meta device by test_notes_recipes.py
+RATIOS = {  # model: (without vocabulary, all), counted on the meta device by test_model_tables.py
     "GPT-J 6B": 6_050_882_784,
     "Llama-2 7B": 6_738_415_616,
     "Qwen3 8B": 8_190_735_360,
