@@ -1042,7 +1042,8 @@ def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None 
     require_sampling(temperature, top_k, top_p, generator)
     best, likeliest = logits.max(dim=1, keepdim=True)  # (B, 1)
     if not best.isfinite().all():  # max passes a NaN on
-        raise ValueError(f"logits must have a finite best one in each row, got {best.tolist()}")
+        came = best.flatten().tolist()
+        raise ValueError(f"logits must have a finite best one in each row, got {came}")
     if temperature == 0:
         return likeliest
     wide = at_least_float32(logits)
@@ -1191,6 +1192,11 @@ class DecoderOnlyLM(nn.Module):
         rows = table(torch.arange(table.num_embeddings, device=x.device))  # it takes ids only
         return F.linear(x, rows)
 
+    def _vocab_size(self, ids: Tensor) -> int:
+        """How many logits the head gives now, asked with no tokens: any part may be replaced."""
+        with torch.no_grad():
+            return self._head(self.embedding(ids[:, :0].long())).shape[-1]
+
     def stream(self, ids: Tensor, max_new_tokens: int, *, key_padding_mask: Tensor | None = None,
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
                eos_id: int | Iterable[int] | None = None,
@@ -1210,7 +1216,7 @@ class DecoderOnlyLM(nn.Module):
             raise ValueError(f"max_len={self.max_len} < {T} ids + max_new_tokens={max_new_tokens}")
         require_left_padding(key_padding_mask, B, T)
         require_sampling(temperature, top_k, top_p, generator)
-        ends = require_token_ids(eos_id)
+        ends = [] if eos_id is None else require_token_ids(eos_id, self._vocab_size(ids))
         sampling = temperature, top_k, top_p, generator
         return self._steps(ids.long(), max_new_tokens, key_padding_mask, ends, sampling)
 
@@ -1223,8 +1229,6 @@ class DecoderOnlyLM(nn.Module):
             with torch.no_grad():
                 logits = self(ids, **given)[:, 0]  # (B, V)
                 drawn = pick_next_token(logits, *sampling)  # (B, 1)
-            if ends and max(ends) >= logits.shape[1]:  # what the head gives now is what V is
-                raise ValueError(f"eos_id must be below {logits.shape[1]}, got {max(ends)}")
             ids = torch.where(done, ids[:, -1:], drawn)  # (B, 1): all that the next step reads
             for token in ends:
                 done = done | (ids == token)
@@ -1487,13 +1491,15 @@ def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> Non
             raise ValueError("key_padding_mask must pad on the left and end in a real token")
 
 
-def require_token_ids(eos_id: object) -> list[int]:
-    """The one or several ids as a list; refuses what is no token of any vocabulary."""
-    ends = [] if eos_id is None else [eos_id]
+def require_token_ids(eos_id: object, vocab_size: int) -> list[int]:
+    """The one or several ids as a list; refuses what is no token."""
+    ends = [eos_id]
     if isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor)):
         ends = list(eos_id)
     for token in ends:
         require_value(int, above=-1, eos_id=token)
+        if token >= vocab_size:
+            raise ValueError(f"eos_id must be below {vocab_size}, got {token}")
     return ends
 
 
@@ -2731,7 +2737,7 @@ def check_generate_refusals(device: str) -> dict[str, bool]:
         lm(ids + 4) -> ValueError; ids; 6; 7
         empty(generator=3) -> TypeError; generator; 3
         empty(top_p=1.01) -> ValueError; top_p; 1.01
-        lm.generate(ids, 1, eos_id=[1, 7]) -> ValueError; eos_id; 7
+        empty(eos_id=[1, 7]) -> ValueError; eos_id; 7
         pick_next_token(logits[0, :, :0]) -> ValueError; logits; [3, 0]
         lm.stream(ids, 4) -> ValueError; max_new_tokens=4; max_len=6
         lm.generate(ids[:, :0], 1) -> ValueError; ids
