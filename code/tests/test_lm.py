@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import threading
 
 import numpy as np
 import pytest
@@ -731,32 +730,6 @@ def test_a_block_put_in_between_two_steps_runs_as_it_is():
     model.blocks[0] = block
     next(steps)
     assert seen == [True]
-
-
-def test_two_threads_that_generate_leave_the_training_flags():
-    model, ids = tb.DecoderOnlyLM(50, 16, 1, 4, 2, 32, max_len=40).train(), torch.tensor([[1, 2]])
-    before = mixed_modes_of(model.blocks[0])
-    first, second = model.stream(ids, 3), model.stream(ids, 9)
-    seen = []
-    model.blocks[0].ffn.register_forward_hook(lambda *_: seen.append(model.blocks[0].ffn.training))
-
-    def other_thread(*_):
-        """Starts while the first is in the middle of a step, and ends after it."""
-        thread = threading.Thread(target=lambda: [next(second) for _ in range(2)])
-        handle.remove()
-        thread.start()
-        thread.join()
-
-    handle = model.final_norm.register_forward_hook(other_thread)
-    next(first)
-    next(second)
-    assert [part.training for part in model.blocks[0].modules()] == before
-    assert not any(seen)  # as the caller had set it
-
-
-def mixed_modes_of(block):
-    block.ffn.eval()
-    return [part.training for part in block.modules()]
 
 
 def test_between_two_steps_gradients_and_training_flags_are_the_callers():

@@ -119,7 +119,7 @@ def fully_sharded_parts(mesh, case: str) -> dict:
     lm = new_lm(latent)
     for name, part in list(lm.named_modules()):
         if name.rpartition(".")[2] in ("embedding", *parts):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
     caches = lm.new_caches()
     with torch.no_grad():
         decoded = torch.cat([lm(ids, kv_caches=caches) for ids in IDS.split((4, 1, 2), 1)], dim=1)
