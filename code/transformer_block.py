@@ -69,20 +69,17 @@ def build_causal_mask(
 def without_later_keys(keep: Tensor | None, T: int, S: int, device: torch.device | str) -> Tensor:
     """keep [T, S] (all True by default) without the keys that come after each query.
 
-    The last query is at the last key's position; T > S leaves the first queries nothing to see.
+    The last query is at the last key's position, so T > S leaves the first ones nothing to see.
     """
-    q_positions = torch.arange(S - T, S, device=device)
-    k_positions = torch.arange(S, device=device)
-    past = k_positions <= q_positions[:, None]  # (T, S)
+    past = torch.arange(S, device=device) <= torch.arange(S - T, S, device=device)[:, None]
     return past if keep is None else keep & past
 
 
 def combined_mask(mask: Tensor | None, key_padding_mask: Tensor | None,
                   B: int, T: int, S: int) -> Tensor | None:  # fmt: skip
-    """What mask [T, S] or [B, T, S] and key_padding_mask [B, S] both allow, None if all.
+    """What mask [T, S] or [B, T, S] and key_padding_mask [B, S] both allow, None for everything.
 
-    Returns a bool tensor that broadcasts to [B, 1, T, S]. Raises ValueError for another shape,
-    TypeError for another dtype.
+    It broadcasts to [B, 1, T, S]. ValueError for another shape, TypeError for another dtype.
     """
     if mask is not None:
         batch = (B,) if getattr(mask, "ndim", None) == 3 else ()
@@ -138,10 +135,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
                T: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows start … start + T of both rotation tables [max_len, r]: each [T, r].
-
-    Raises ValueError for no tables, two of different shapes, or too few rows.
-    """
+    """Rows start … start + T, [T, r], of both tables [max_len, r]; ValueError if they lack some."""
     if cos is None or sin is None:
         raise ValueError("cos and sin must be tables to rotate by, got None")
     rows, r = require_tensor("cos", cos, "max_len", "r")
@@ -263,10 +257,7 @@ class KVCache:
 
 
 def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
-    """The position of the first token: the next one of the cache, else start_pos or 0.
-
-    Raises TypeError for what is no cache, ValueError for a start_pos that disagrees with it.
-    """
+    """The first token's position: the cache's next one, which start_pos must equal (ValueError)."""
     if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
         raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
     start = 0 if kv_cache is None else kv_cache.next_pos
@@ -317,9 +308,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causa
     if causal and T > 1:  # a single query stands beside the last key and sees them all
         keep = without_later_keys(keep, T, S, q.device)
     scale = head_dim**-0.5 if scale is None else scale
-    # The query heads of a group become further rows of one matrix product with their KV head, so
-    # K and V are never copied out to H heads. Those of a single token are few, and few columns
-    # are faster than few rows. Scaled first: half precision overflows later.
+    # With H = 4 and G = 2 the query heads read the KV heads [0 0 1 1]. Those of a group become
+    # further rows of one matrix product with their KV head, so K and V are never copied out to H
+    # heads. For one token it is k q^T that is computed: the kernel is faster with few columns than
+    # with few rows. Scaled before the product: in half precision an unscaled score overflows.
     q = (q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)
     scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)
     scores = at_least_float32(scores)
@@ -403,10 +395,7 @@ class SinkAttention(nn.Module):
 
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
-    """[B, T, n * head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard.
-
-    Raises ValueError for a width that holds no whole heads.
-    """
+    """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard's."""
     if projected.shape[-1] % head_dim:
         raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
                          f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
@@ -674,7 +663,7 @@ class MoEFFN(nn.Module):
     The output is that expert's times its router probability, which is not renormalised: over one
     expert it would be 1, and the router would never learn. After a forward, tokens_per_expert
     counts the tokens, and aux_loss is their balance_loss. An expert without tokens is called on no
-    rows: its gradients are zeros, so that ranks whose tokens route apart agree.
+    rows: its gradients are zeros, and all ranks run the same collectives.
     """
 
     def __init__(self, d_model: int, d_ff: int, n_experts: int = 4, top_k: int = 1):
@@ -772,7 +761,7 @@ class SoftmaxRouter(nn.Module):
 class SigmoidRouter(SoftmaxRouter):
     """SoftmaxRouter with a sigmoid for each expert (DeepSeek-V3, arXiv:2412.19437 §2.1.2).
 
-    selection_bias [E], a buffer that training moves by hand, is added for the choice only; the
+    selection_bias [E], a buffer updated by a rule outside the gradient, is added for the choice only; the
     weights come from the scores without it. A group scores as the sum of its two best experts.
     Llama-4: no selection_bias, no renormalising, top-1.
     """
@@ -1354,22 +1343,23 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
         like = layer.weight.dtype
         if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
             raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
-    wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:] if shape[0] is ... else shape
-    fits = len(wanted) == len(sizes)
-    for want, have in zip(wanted, sizes):
-        fits = fits and (want == have or isinstance(want, str))
-    if not fits:
+    wanted = shape
+    if shape[0] is ...:  # as many axes as there are more, of any size
+        wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
+    fits = all(isinstance(want, str) or want == have for want, have in zip(wanted, sizes))
+    if not fits or len(wanted) != len(sizes):
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
         raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
     return sizes
 
 
 def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
-    """Refuse what a block cannot be made of, before its first part draws weights."""
+    """Refuse parts and sizes that no block can be made of, while no weights are drawn yet."""
     require_value(int, d_ff=d_ff)
     require_value(float, eps=eps)
-    parts = {"attn": attn, "ffn": ffn}
-    require_value(Callable, **{name: part for name, part in parts.items() if part is not None})
+    for name, part in (("attn", attn), ("ffn", ffn)):
+        if part is not None:
+            require_value(Callable, **{name: part})
 
 
 def require_fitting(attend: Callable[..., Tensor], n_q_heads: int, n_kv_heads: int, head_dim: int,
@@ -1396,13 +1386,14 @@ def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | Non
         raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if scale is not None:
         require_value(float, scale=scale)
-    if keep is None:
-        return None
-    require_tensor("keep", keep, ..., kind="bool")
-    sizes = zip(reversed(keep.shape), (S, T, 1, B))
-    if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
-        raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
-    return keep[(None,) * (4 - keep.dim())]
+    if keep is not None:
+        require_tensor("keep", keep, ..., kind="bool")
+        sizes = zip(reversed(keep.shape), (S, T, 1, B))
+        if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
+            raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
+        while keep.dim() < 4:
+            keep = keep[None]
+    return keep
 
 
 def require_routing(d_model: int, n_experts: int, top_k: int, scale: float, n_groups: int,
