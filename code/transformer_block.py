@@ -54,8 +54,9 @@ def build_causal_mask(
 ) -> Tensor:
     """Which key positions each query position may attend to: bool [Tq, Tk], True = may attend.
 
-    Positions are absolute, integer, 1-D: with a cache the queries start where the cache ends.
-    window=W keeps the last W positions, the query's own included.
+    Positions [Tq] and [Tk] are absolute integers: with a cache the queries start where it ends
+    (arXiv:1706.03762 §3.2.3). window=W keeps the last W positions, the query's own included
+    (arXiv:2310.06825 §2). ValueError for another shape or W < 1, TypeError for another dtype.
     """
     require_tensor("q_positions", q_positions, "Tq", kind="integer")
     require_tensor("k_positions", k_positions, "Tk", kind="integer")
@@ -100,7 +101,7 @@ def build_rope_cache(max_len: int, head_dim: int, base: float = 10000.0, *,
     Channel i and channel i + head_dim/2 turn by position * base^(-2i/head_dim) radians (RoFormer,
     arXiv:2104.09864 §3.2.2, whose pairs are 2i and 2i + 1). Angles are float64, and the tables
     are rounded to float32 once, so that every dtype sees the same table: angles built in bfloat16
-    are wrong from position 257 on.
+    are wrong from position 257 on. ValueError for an odd head_dim or a size or base not above 0.
     """
     require_value(int, max_len=max_len, head_dim=head_dim)
     require_value(float, base=base)
@@ -119,7 +120,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first r channels of x [B, n, T, head_dim] by tables cos and sin [T, r], r even.
 
     Channels from r on pass through (partial rotation, GPT-J and GPT-NeoX). Computed in at least
-    float32, returned in x's dtype.
+    float32, returned in x's dtype (arXiv:2104.09864 §3.4.2). ValueError for other shapes.
     """
     _, _, T, head_dim = require_tensor("x", x, "B", "n", "T", "head_dim")
     _, r = require_tensor("cos", cos, T, "r")
@@ -148,7 +149,7 @@ def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
 def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
     """The fixed table of 2017, [max_len, d_model] float32: sines on even channels, cosines on odd.
 
-    It is added to the embeddings, outside every block (arXiv:1706.03762 §3.5).
+    Added to the embeddings, outside every block (arXiv:1706.03762 §3.5). ValueError for sizes < 1.
     """
     require_value(int, max_len=max_len, d_model=d_model)
     positions = torch.arange(max_len, device="cpu")
@@ -163,18 +164,18 @@ def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of one attention layer, so that decoding projects each token once.
+    """Keys and values of one attention layer: decoding projects each token once (arXiv:1911.02150).
 
     k [B, G, next_pos, width_k] and v [B, G, next_pos, width_v] are views of what is stored, None
     when it is empty. With grad mode off, append writes into a buffer that doubles when it is full
     (with max_len it has that length from the start): views of positions cut off by truncate or
     reset may be written over. With grad mode on it concatenates, because a tensor that autograd
-    has saved must not be written to. A refused append changes nothing.
+    has saved must not be written to. A refused append changes nothing: ValueError or TypeError for
+    what does not continue it, RuntimeError within a backward pass, which would append again.
     """
 
     def __init__(self, max_len: int | None = None):
-        if max_len is not None:
-            require_value(int, max_len=max_len)
+        require_value(int, optional=True, max_len=max_len)
         self.max_len = max_len
         self.next_pos = 0  # the position the next token takes
         # Buffers [B, G, room, width], and whether their room behind next_pos may be written to.
@@ -238,7 +239,7 @@ class KVCache:
             self._k = self._v = self._writable = None
 
     def truncate(self, length: int) -> None:
-        """Keep the first length positions: what speculative decoding rolls back with."""
+        """Keep the first length positions, ValueError if there are fewer: speculative decoding."""
         require_value(int, above=-1, length=length)
         if length > self.next_pos:
             raise ValueError(f"length must be at most next_pos={self.next_pos}, got {length}")
@@ -276,7 +277,7 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467 §4).
 
     Versus LayerNorm: no mean is subtracted and no bias added. Computed in at least float32, where
-    a float16 value over 255 cannot overflow when squared; returned in the dtype of x.
+    a float16 value over 255 cannot overflow when squared. [..., d] in x's dtype, else ValueError.
     """
 
     def __init__(self, d_model: int, eps: float = 1e-6):
@@ -301,7 +302,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causa
     broadcasts to [B, 1, T, S]; returns [B, H, T, d_v]. Query head i reads KV head i // (H / G).
     causal hides later keys, the last query standing beside the last key. scale is d_h^-0.5 by
     default. logit_softcap=c replaces a score s by c * tanh(s / c) before the mask. A query that
-    may attend to nothing gets zeros.
+    may attend to nothing gets zeros. ValueError for other shapes, TypeError for mixed dtypes.
     """
     keep = require_attention_inputs(q, k, v, keep, scale)
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
@@ -334,9 +335,10 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
                  logit_softcap: float | None = None) -> Tensor:  # fmt: skip
     """The result of attend through torch's fused kernel, which keeps no T x S scores.
 
-    The kernel has no soft cap (ValueError). The two differ on NaN (without a mask, torch 2.13 on a
-    CPU turns a query row of NaN into numbers; with one, a NaN key that is masked out spreads) and
-    on float16 scores over 65504, which overflow in attend.
+    Shapes [B, H or G, T or S, width] and errors as there (FlashAttention, arXiv:2205.14135). It has
+    no soft cap (ValueError). The two differ on NaN (without a mask, torch 2.13 on a CPU turns a
+    query row of NaN into numbers; with one, a NaN key that is masked out spreads) and on float16
+    scores over 65504, which overflow in attend.
     """
     keep = require_attention_inputs(q, k, v, keep, scale)
     if logit_softcap is not None:
@@ -360,7 +362,8 @@ class SinkAttention(nn.Module):
 
     For attend= of MultiHeadAttention, arguments and result as there. sinks [H] join the scores
     after scale, cap and mask, so the weights of a query sum to less than 1: to
-    sigmoid(logsumexp(scores) - sink). It is no token: no key, no value, nothing cached.
+    sigmoid(logsumexp(scores) - sink). It is no token: no key, no value, nothing cached
+    (arXiv:2508.10925 §2.3). ValueError for another number of query heads.
     """
 
     def __init__(self, n_q_heads: int):
@@ -405,6 +408,8 @@ def split_heads(projected: Tensor, head_dim: int) -> Tensor:
 class MultiHeadAttention(nn.Module):
     """Self- or cross-attention with H query heads and G KV heads: MHA G = H, GQA, MQA G = 1.
 
+    arXiv:1706.03762 §3.2.2, arXiv:1911.02150 §3, arXiv:2305.13245 §2. ValueError for other shapes,
+    sizes that do not divide, memory with a cache or rotation, and rotation without tables.
     forward takes x [B, T, d] and returns (out [B, T, d], (k, v)), k and v [B, G, S, d_h] being all
     that was attended over. mask is bool [T, S] or [B, T, S], key_padding_mask bool [B, S], True =
     may attend; causal=True hides later keys, which the decoder blocks ask for. memory [B, S, d]
@@ -428,8 +433,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"n_kv_heads={n_kv_heads} must divide n_q_heads={n_q_heads}")
         if rope and head_dim % 2:
             raise ValueError(f"head_dim must be even with rope=True, got {head_dim}")
-        if scale is not None:
-            require_value(float, scale=scale)
+        require_value(float, optional=True, scale=scale)
         require_value(float, norm_eps=norm_eps)
         require_fitting(attend, n_q_heads, n_kv_heads, head_dim, logit_softcap)
         self.d_model, self.head_dim, self.rope_dim = d_model, head_dim, head_dim if rope else 0
@@ -489,7 +493,7 @@ class MultiHeadLatentAttention(nn.Module):
     of width kv_rank, and position enters through one rotated key of width rope_dim that all heads
     share. forward is the same, without memory. The k it returns and caches is [latent | shared
     key], [B, 1, S, kv_rank + rope_dim]; v is empty (width 0). Rotation is half-split, DeepSeek's
-    own pairs channels 2i and 2i + 1: its weights load with those rows permuted.
+    own pairs channels 2i and 2i + 1: its weights load with those rows permuted. Errors as there.
     """
 
     def __init__(self, d_model: int, n_heads: int, *, kv_rank: int, rope_dim: int,
@@ -582,7 +586,7 @@ class MultiHeadLatentAttention(nn.Module):
 
 
 class DenseFFN(nn.Module):
-    """down(act(up(x))), [..., d] -> [..., d] (arXiv:1706.03762 §3.3)."""
+    """down(act(up(x))), [..., d] -> [..., d], else ValueError (arXiv:1706.03762 §3.3)."""
 
     def __init__(self, d_model: int, d_ff: int, act: Callable[[Tensor], Tensor] = F.gelu,
                  bias: bool = False):  # fmt: skip
@@ -601,7 +605,7 @@ class DenseFFN(nn.Module):
 class GatedFFN(nn.Module):
     """down(act(gate(x)) * up(x)), [..., d] -> [..., d]: SwiGLU with silu (arXiv:2002.05202 §2).
 
-    Versus DenseFFN: a third matrix, and the activation scales a linear branch.
+    Versus DenseFFN: a third matrix, and the activation scales a linear branch. Errors as there.
     """
 
     def __init__(self, d_model: int, d_ff: int, act: Callable[[Tensor], Tensor] = F.silu,
@@ -622,7 +626,8 @@ class GatedFFN(nn.Module):
 class ClampedGatedFFN(nn.Module):
     """gpt-oss's expert: down((up + 1) * gate * sigmoid(alpha * gate)), [..., d] -> [..., d].
 
-    Versus GatedFFN: biases; gate is clamped above, up on both sides; up = 0 lets the gate through.
+    Versus GatedFFN: biases; gate is clamped above, up on both sides; up = 0 lets the gate through
+    (arXiv:2508.10925 §2.2). ValueError for another width or a limit or alpha not above 0.
     """
 
     def __init__(self, d_model: int, d_ff: int, *, alpha: float = 1.702, limit: float = 7.0):
@@ -642,7 +647,7 @@ class ClampedGatedFFN(nn.Module):
 
 
 def count_choices(experts: Tensor, n_experts: int) -> Tensor:
-    """How often each expert was chosen, [E]; unlike bincount without waiting for the device."""
+    """How often each of [N, k] names an expert, [E]; bincount would wait for the device."""
     chosen = experts.flatten()
     return chosen.new_zeros(n_experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
@@ -663,7 +668,8 @@ class MoEFFN(nn.Module):
     The output is that expert's times its router probability, which is not renormalised: over one
     expert it would be 1, and the router would never learn. After a forward, tokens_per_expert
     counts the tokens, and aux_loss is their balance_loss. An expert without tokens is called on no
-    rows: its gradients are zeros, and all ranks run the same collectives.
+    rows: its gradients are zeros, and all ranks run the same collectives. ValueError for another
+    width, NotImplementedError for another top_k.
     """
 
     def __init__(self, d_model: int, d_ff: int, n_experts: int = 4, top_k: int = 1):
@@ -705,7 +711,7 @@ class SoftmaxRouter(nn.Module):
     The top_k of a softmax over all experts, renormalised over the chosen or not, times scale. With
     groups only from the top_groups groups that hold the best single experts (DeepSeek-V2,
     arXiv:2405.04434 §2.2.2). gpt-oss has a bias; its softmax over the chosen logits is the same.
-    Leaves tokens_per_expert (a list, fetched when read) and aux_loss, the balance_loss.
+    Leaves tokens_per_expert (a list) and aux_loss, the balance_loss. ValueError for bad sizes.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, *, renormalise: bool = True,
@@ -719,10 +725,6 @@ class SoftmaxRouter(nn.Module):
         self.router = nn.Linear(d_model, n_experts, bias=bias)
         self.counts: Tensor | None = None  # choices that fell on each expert, [E]
         self.aux_loss: Tensor | None = None
-
-    @property
-    def n_experts(self) -> int:
-        return self.router.out_features
 
     @property
     def tokens_per_expert(self) -> list[int] | None:
@@ -761,9 +763,9 @@ class SoftmaxRouter(nn.Module):
 class SigmoidRouter(SoftmaxRouter):
     """SoftmaxRouter with a sigmoid for each expert (DeepSeek-V3, arXiv:2412.19437 §2.1.2).
 
-    selection_bias [E], a buffer updated by a rule outside the gradient, is added for the choice only; the
-    weights come from the scores without it. A group scores as the sum of its two best experts.
-    Llama-4: no selection_bias, no renormalising, top-1.
+    selection_bias [E], a buffer updated by a rule outside the gradient, is added for the choice
+    only; the weights come from the scores without it. A group scores as the sum of its two best
+    experts. Llama-4: no selection_bias, no renormalising, top-1. Shapes and errors as there.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, *, renormalise: bool = True,
@@ -782,9 +784,11 @@ class SigmoidRouter(SoftmaxRouter):
 class MixtureFFN(nn.Module):
     """Several experts a token, [..., d] -> [..., d]: sum of weight * expert(x), plus shared(x).
 
-    router gives tokens [N, d] weights and experts [N, k] and keeps its counts and aux_loss.
-    weigh_input puts the weight on the expert's input (Llama-4). The work grows with N * k; an idle
-    expert is called on no rows. No mask comes here: padding is routed and counted too.
+    Mixtral (arXiv:2401.04088 §2.1), shared experts (arXiv:2401.06066 §3.2). router gives tokens
+    [N, d] weights and experts [N, k] and keeps its counts and aux_loss. weigh_input puts the weight
+    on the expert's input (Llama-4). The work grows with N * k; an idle expert is called on no rows.
+    No mask comes here: padding is routed and counted too. ValueError for experts that are not the
+    router's, or choices and weights that do not fit.
     """
 
     def __init__(self, router: nn.Module, experts: Iterable[nn.Module],
@@ -827,7 +831,8 @@ class VanillaEncoderLayer2017(nn.Module):
 
     x ─┬─ attn ─ + ─ ln1 ─┬─ ffn ─ + ─ ln2 ─
        └─────────┘        └────────┘
-    Every position sees every position; key_padding_mask [B, T] leaves padding out.
+    Every position of x [B, T, d] sees every other; key_padding_mask [B, T] leaves padding out.
+    ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
@@ -848,12 +853,13 @@ class VanillaEncoderLayer2017(nn.Module):
 
 
 class VanillaSeq2SeqDecoderLayer2017(nn.Module):
-    """Post-LN decoder layer of 2017: causal self-attention, then cross-attention to memory.
+    """Post-LN decoder layer (arXiv:1706.03762 §3.1): causal self-attention, then cross-attention.
 
     x ─┬─ self_attn ─ + ─ ln1 ─┬─ cross_attn(memory) ─ + ─ ln2 ─┬─ ffn ─ + ─ ln3 ─
        └──────────────┘        └───────────────────────┘        └────────┘
     Versus VanillaEncoderLayer2017: a third sublayer, and a causal mask in the first. memory
-    [B, S, d] is the encoder's output; x and memory have a padding mask each.
+    [B, S, d] is the encoder's output; x [B, T, d] and memory have a padding mask each, [B, T] and
+    [B, S]. ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
@@ -886,12 +892,13 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
 
 
 class GPT2StyleDecoderLayer(nn.Module):
-    """Pre-LN decoder block of GPT-2: norms inside the branches, the stream itself is never normed.
+    """Pre-LN decoder block of GPT-2 (arXiv:2002.04745 §3): norms inside the branches only.
 
     x ─┬─ norm1 ─ attn ─ + ─┬─ norm2 ─ ffn ─ + ─
        └─────────────────┘  └────────────────┘
     Versus the layers of 2017: Pre-LN, no cross-attention, GELU; the stack ends in a final norm.
-    Positions are added to the embeddings, outside. GPT-2 itself uses the tanh form of GELU.
+    Positions are added to the embeddings, outside. GPT-2 itself uses the tanh form of GELU. x is
+    [B, T, d], mask [T, S] or [B, T, S] and causal by default; ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
@@ -917,19 +924,22 @@ class GPT2StyleDecoderLayer(nn.Module):
 
 
 class ModernDecoderBlock(nn.Module):
-    """Pre-RMSNorm decoder block of Llama, Mistral, Qwen: RoPE, grouped KV heads, SwiGLU.
+    """Pre-RMSNorm decoder block of Llama (arXiv:2302.13971 §2.2), Mistral, Qwen: RoPE, GQA, SwiGLU.
 
     x ─┬─ norm1 ─ attn ─ + ─┬─ norm2 ─ ffn ─ + ─
        └─────────────────┘  └────────────────┘
     Versus GPT2StyleDecoderLayer: RMSNorm, rotation inside attention, GQA, a gated FFN, no biases.
-    attn and ffn replace the default sublayers, e.g. MultiHeadLatentAttention or MoEFFN.
+    attn and ffn replace the default sublayers, e.g. MultiHeadLatentAttention or MoEFFN. x is
+    [B, T, d], cos and sin [max_len, head_dim], masks as in attn; ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
                  d_ff: int = 256, *, attn: nn.Module | None = None,
                  ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
         ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
@@ -948,14 +958,15 @@ class ModernDecoderBlock(nn.Module):
 
 
 class ParallelDecoderBlock(nn.Module):
-    """Parallel decoder block of GPT-J (one norm) and GPT-NeoX (two): both branches read x.
+    """Parallel block of GPT-J (one norm), GPT-NeoX (two, arXiv:2204.06745): both branches read x.
 
        ┌─ norm ─┬─ attn ─┐              ┌─ norm ───── attn ─┐
     x ─┤        └─ ffn ──┤           x ─┼─ ffn_norm ─ ffn ──┤       (shared_norm=False)
        └──────────────── + ─            └────────────────── + ─
     Versus GPT2StyleDecoderLayer: the FFN does not see what attention wrote, and no biases. A
     norm of its own for the FFN does not make the block serial. The default attention does not
-    rotate, and leaves the tables unread; attn=MultiHeadAttention(…, rope=True) is GPT-J's.
+    rotate, and leaves the tables unread; attn=MultiHeadAttention(…, rope=True) is GPT-J's. Shapes
+    and errors as in ModernDecoderBlock: x [B, T, d], ValueError.
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int | None = None,
@@ -963,7 +974,9 @@ class ParallelDecoderBlock(nn.Module):
                  shared_norm: bool = True, eps: float = 1e-5):  # fmt: skip
         super().__init__()
         require_value(int, d_model=d_model)
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads) if attn is None else attn
         ffn = DenseFFN(d_model, d_ff) if ffn is None else ffn
         self.d_model, self.attn, self.ffn = d_model, attn, ffn
@@ -984,19 +997,21 @@ class ParallelDecoderBlock(nn.Module):
 
 
 class BranchNormDecoderBlock(nn.Module):
-    """Decoder block of Gemma-2 and Gemma-3: each branch is normed on its way in and on its way out.
+    """Decoder block of Gemma-2 (arXiv:2408.00118 §2) and 3: branches are normed going in and out.
 
     x ─┬─ attn_pre_norm ─ attn ─ attn_post_norm ─ + ─┬─ ffn_pre_norm ─ ffn ─ ffn_post_norm ─ + ─
        └──────────────────────────────────────────┘  └───────────────────────────────────────┘
     Versus ModernDecoderBlock: the two post norms, on the branch and before the add, so the stream
-    stays unnormed (it is not Post-LN).
+    stays unnormed (it is not Post-LN). Shapes and errors as there: x [B, T, d], ValueError.
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
                  d_ff: int = 256, *, attn: nn.Module | None = None,
                  ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
         ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
@@ -1024,7 +1039,8 @@ def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None 
                     generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
     """Token ids [B, 1] from logits [B, V]: the likeliest at temperature 0, else one drawn.
 
-    top_k keeps the k likeliest; top_p then keeps the fewest whose probabilities reach top_p.
+    top_k keeps the k likeliest; top_p then keeps the fewest whose probabilities reach top_p
+    (arXiv:1904.09751 §3.1). ValueError for a NaN, or for no token that could be picked.
     """
     if 0 in require_tensor("logits", logits, "B", "V")[1:]:
         raise ValueError(f"logits must have a token to pick, got shape {list(logits.shape)}")
@@ -1065,10 +1081,12 @@ class DecoderOnlyLM(nn.Module):
     """Token ids to logits: embedding, blocks, final norm, head.
 
     make_block(layer) builds each block, ModernDecoderBlock by default: which layers have experts
-    is decided there. windows holds each layer's attention window or None. With tied embeddings
-    lm_head is None and the logits are products with the embedding's rows. The rotation tables are
-    as wide as what the blocks turn, and no state: they stay float32 on the CPU, and the rows that
-    a forward needs are moved.
+    is decided there. windows holds each layer's attention window or None. Tied (arXiv:1608.05859),
+    lm_head is None, and the embedding is called with vectors. Vectors are multiplied by
+    embedding_scale, logits capped to logit_softcap * tanh(logits / logit_softcap). The rotation
+    tables [max_len, rope_dim] with base rope_base are as wide as what the blocks turn, and no
+    state: they stay float32 on the CPU, and the rows that a forward needs are moved. eps is the
+    norms'. A part with new_cache() says what cache its block takes.
     """
 
     def __init__(self, vocab_size: int, d_model: int = 96, n_layers: int = 2, n_q_heads: int = 8,
@@ -1082,8 +1100,7 @@ class DecoderOnlyLM(nn.Module):
         require_value(int, vocab_size=vocab_size, d_model=d_model, n_layers=n_layers)
         require_value(int, n_q_heads=n_q_heads, max_len=max_len)
         require_value(float, embedding_scale=embedding_scale, rope_base=rope_base, eps=eps)
-        if logit_softcap is not None:
-            require_value(float, logit_softcap=logit_softcap)
+        require_value(float, optional=True, logit_softcap=logit_softcap)
         windows = [None] * n_layers if windows is None else windows
         require_windows(windows, n_layers)
         if make_block is None:
@@ -1128,7 +1145,7 @@ class DecoderOnlyLM(nn.Module):
 
         key_padding_mask is [B, cached + T]; mask, [T, cached + T] or [B, T, cached + T], is joined
         with each layer's causal window (packed documents). A forward that fails in any part leaves
-        all caches as they were.
+        all caches as they were. ValueError for ids that are no tokens or go past max_len.
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_windows(self.windows, len(self.blocks))
@@ -1233,9 +1250,9 @@ class DecoderOnlyLM(nn.Module):
                  eos_id: int | Iterable[int] | None = None,
                  generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
         """Prompts [B, T] and what follows, int64 [B, T + n], a tensor of its own: see stream."""
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "eos_id": eos_id}
-        options |= {"key_padding_mask": key_padding_mask, "generator": generator}
-        steps = self.stream(ids, max_new_tokens, **options)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        steps = self.stream(ids, max_new_tokens, key_padding_mask=key_padding_mask, eos_id=eos_id,
+                            generator=generator, **sampling)  # fmt: skip
         return torch.cat((ids.long(), *steps), dim=1)
 
 
@@ -1244,7 +1261,8 @@ def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None
     """Mean cross entropy of logits [B, T, V] at t against ids [B, T] at t + 1, in float32 or wider.
 
     A pair counts where both tokens are real (key_padding_mask [B, T], True = real) and the second
-    is to be predicted (predict [B, T]: the answer, not the prompt); 0 without any.
+    is to be predicted (predict [B, T]: the answer, not the prompt); 0 without any. ValueError for
+    other shapes or ids that are no tokens.
     """
     B, T, V = require_tensor("logits", logits, "B", "T", "V")
     require_tensor("ids", ids, B, T, kind="integer")
@@ -1270,7 +1288,10 @@ def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None
 
 
 def attention_parameters(d_model: int, n_q_heads: int, n_kv_heads: int | None = None) -> int:
-    """2 d^2 (1 + G / H): q and o are d x d, k and v d x G d_h, with d = H d_h and no biases."""
+    """2 d^2 (1 + G / H): q and o are d x d, k and v d x G d_h, with d = H d_h and no biases.
+
+    Grouped heads are those of arXiv:2305.13245 §2. ValueError for sizes that do not divide.
+    """
     n_kv_heads = n_q_heads if n_kv_heads is None else n_kv_heads
     require_value(int, d_model=d_model, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads)
     if d_model % n_q_heads or n_q_heads % n_kv_heads:
@@ -1280,20 +1301,23 @@ def attention_parameters(d_model: int, n_q_heads: int, n_kv_heads: int | None = 
 
 
 def ffn_parameters(d_model: int, d_ff: int, gated: bool) -> int:
-    """3 d h with a gate, else 2 d h, without biases."""
+    """3 d h with a gate (arXiv:2002.05202 §2), else 2 d h, no biases. ValueError for sizes < 1."""
     require_value(int, d_model=d_model, d_ff=d_ff)
     return (3 if gated else 2) * d_model * d_ff
 
 
 def kv_cache_elements(n_kv_heads: int, head_dim: int) -> int:
-    """Numbers cached for one token in one layer: a key and a value for each KV head."""
+    """Numbers cached for one token in one layer: a key and a value for each KV head.
+
+    It is what arXiv:1911.02150 §3 makes small. ValueError for a number below 1.
+    """
     require_value(int, n_kv_heads=n_kv_heads, head_dim=head_dim)
     return 2 * n_kv_heads * head_dim
 
 
 def kv_cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, length: int, batch: int = 1,
                    bytes_per_element: int = 2) -> int:  # fmt: skip
-    """Bytes of the whole cache for batch sequences of length tokens."""
+    """Bytes of the cache for batch sequences of length tokens; ValueError for a number below 1."""
     require_value(int, n_layers=n_layers, length=length, batch=batch)
     require_value(int, bytes_per_element=bytes_per_element)
     elements = kv_cache_elements(n_kv_heads=n_kv_heads, head_dim=head_dim)
@@ -1303,7 +1327,8 @@ def kv_cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, length: int, b
 def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.0) -> int:
     """Llama's d_ff: two thirds of 4 d, times multiplier, rounded up to multiple_of.
 
-    Two thirds, because three matrices then hold what two of width 4 d do.
+    Two thirds, because three matrices then hold what two of width 4 d do (arXiv:2302.13971 §2.2).
+    ValueError for a number not above 0.
     """
     require_value(int, d_model=d_model, multiple_of=multiple_of)
     require_value(float, multiplier=multiplier)
@@ -1314,9 +1339,11 @@ def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.
 # === Argument checks: they raise before anything is changed, and also under python -O ========
 
 
-def require_value(kind: type, above: int = 0, **values: object) -> None:
-    """Refuse values of another kind: int or float (ints too) above a bound, or Callable."""
+def require_value(kind: type, above: int = 0, optional: bool = False, **values: object) -> None:
+    """Refuse values of another kind: int or float (ints too) above a bound, Callable, or None."""
     for name, value in values.items():
+        if optional and value is None:
+            continue
         kinds = (int, float) if kind is float else kind
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise TypeError(f"{name} must be {kind.__name__}, got {value!r}")
@@ -1330,8 +1357,7 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     """Refuse a tensor of another shape or kind of dtype ("floating", "bool", "integer").
 
     In shape a str names an axis of any size and a leading ... stands for any number of axes.
-    With a layer, the dtype must be that of its weight, except under autocast; what has been put in
-    its place, or hooked, may take any. Returns the shape.
+    With a layer, the dtype must be its weight's, but for autocast and hooks. Returns the shape.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -1351,15 +1377,6 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
         raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
     return sizes
-
-
-def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
-    """Refuse parts and sizes that no block can be made of, while no weights are drawn yet."""
-    require_value(int, d_ff=d_ff)
-    require_value(float, eps=eps)
-    for name, part in (("attn", attn), ("ffn", ffn)):
-        if part is not None:
-            require_value(Callable, **{name: part})
 
 
 def require_fitting(attend: Callable[..., Tensor], n_q_heads: int, n_kv_heads: int, head_dim: int,
@@ -1384,8 +1401,7 @@ def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | Non
         raise ValueError(f"q needs a head_dim and a multiple of {G} heads, got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if scale is not None:
-        require_value(float, scale=scale)
+    require_value(float, optional=True, scale=scale)
     if keep is not None:
         require_tensor("keep", keep, ..., kind="bool")
         sizes = zip(reversed(keep.shape), (S, T, 1, B))
@@ -1418,7 +1434,8 @@ def require_mixture(router: object, experts: object, shared: object) -> list[nn.
     for name, parts in (("router", [router]), ("experts", experts), ("shared", shared)):
         if not all(isinstance(part, nn.Module) for part in parts):
             raise TypeError(f"{name} must be of torch modules, got {parts}")
-    wanted = getattr(router, "n_experts", max(len(experts), 1))
+    linear = getattr(router, "router", None)
+    wanted = getattr(linear, "out_features", max(len(experts), 1))
     if len(experts) != wanted:
         raise ValueError(f"experts must be the router's {wanted}, got {len(experts)}")
     return experts
@@ -1499,12 +1516,10 @@ def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
     """Refuse what generate cannot sample with."""
     if temperature != 0:
         require_value(float, temperature=temperature)
-    if top_k is not None:
-        require_value(int, top_k=top_k)
-    if top_p is not None:
-        require_value(float, top_p=top_p)
-        if top_p > 1:
-            raise ValueError(f"top_p must be at most 1, got {top_p}")
+    require_value(int, optional=True, top_k=top_k)
+    require_value(float, optional=True, top_p=top_p)
+    if top_p is not None and top_p > 1:
+        raise ValueError(f"top_p must be at most 1, got {top_p}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
 
