@@ -44,13 +44,19 @@ from torch import Tensor, nn
 # === Positions, masks, rotation (notes §2, §4, §7.3) =========================================
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """x, half precision widened: what sums, exponentials and rotations are computed in."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def build_causal_mask(
     q_positions: Tensor, k_positions: Tensor, window: int | None = None
 ) -> Tensor:
     """Which key positions each query position may attend to: bool [Tq, Tk], True = may attend.
 
-    Positions are absolute, integer, 1-D: with a cache the queries start where the cache ends.
-    window=W keeps the last W positions, the query's own included.
+    Positions [Tq] and [Tk] are absolute integers: with a cache the queries start where it ends
+    (arXiv:1706.03762 §3.2.3). window=W keeps the last W positions, the query's own included
+    (arXiv:2310.06825 §2). ValueError for another shape or W < 1, TypeError for another dtype.
     """
     require_tensor("q_positions", q_positions, "Tq", kind="integer")
     require_tensor("k_positions", k_positions, "Tk", kind="integer")
@@ -62,10 +68,29 @@ def build_causal_mask(
 
 
 def without_later_keys(keep: Tensor | None, T: int, S: int, device: torch.device | str) -> Tensor:
-    """keep, or all of [T, S], without keys later than each query; the last two are side by side."""
-    q_positions, k_positions = (torch.arange(start, S, device=device) for start in (S - T, 0))
-    seen = k_positions <= q_positions[:, None]  # (T, S)
-    return seen if keep is None else keep & seen
+    """keep [T, S] (all True by default) without the keys that come after each query.
+
+    The last query is at the last key's position, so T > S leaves the first ones nothing to see.
+    """
+    past = torch.arange(S, device=device) <= torch.arange(S - T, S, device=device)[:, None]
+    return past if keep is None else keep & past
+
+
+def combined_mask(mask: Tensor | None, key_padding_mask: Tensor | None,
+                  B: int, T: int, S: int) -> Tensor | None:  # fmt: skip
+    """What mask [T, S] or [B, T, S] and key_padding_mask [B, S] both allow, None for everything.
+
+    It broadcasts to [B, 1, T, S]. ValueError for another shape, TypeError for another dtype.
+    """
+    if mask is not None:
+        batch = (B,) if getattr(mask, "ndim", None) == 3 else ()
+        require_tensor("mask", mask, *batch, T, S, kind="bool")
+        mask = mask[:, None] if batch else mask
+    if key_padding_mask is None:
+        return mask
+    require_tensor("key_padding_mask", key_padding_mask, B, S, kind="bool")
+    padding = key_padding_mask[:, None, None]  # (B, 1, 1, S)
+    return padding if mask is None else mask & padding
 
 
 def build_rope_cache(max_len: int, head_dim: int, base: float = 10000.0, *,
@@ -76,7 +101,7 @@ def build_rope_cache(max_len: int, head_dim: int, base: float = 10000.0, *,
     Channel i and channel i + head_dim/2 turn by position * base^(-2i/head_dim) radians (RoFormer,
     arXiv:2104.09864 §3.2.2, whose pairs are 2i and 2i + 1). Angles are float64, and the tables
     are rounded to float32 once, so that every dtype sees the same table: angles built in bfloat16
-    are wrong from position 257 on.
+    are wrong from position 257 on. ValueError for an odd head_dim or a size or base not above 0.
     """
     require_value(int, max_len=max_len, head_dim=head_dim)
     require_value(float, base=base)
@@ -95,24 +120,36 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first r channels of x [B, n, T, head_dim] by tables cos and sin [T, r], r even.
 
     Channels from r on pass through (partial rotation, GPT-J and GPT-NeoX). Computed in at least
-    float32, returned in x's dtype.
+    float32, returned in x's dtype (arXiv:2104.09864 §3.4.2). ValueError for other shapes.
     """
     _, _, T, head_dim = require_tensor("x", x, "B", "n", "T", "head_dim")
     _, r = require_tensor("cos", cos, T, "r")
     require_tensor("sin", sin, T, r)
     if r % 2 or r > head_dim:
         raise ValueError(f"cos must have an even width of at most {head_dim}, got {r}")
-    turning = x[..., :r].float() if x.dtype in (torch.float16, torch.bfloat16) else x[..., :r]
+    turning = at_least_float32(x[..., :r])
     cos, sin = cos.to(turning), sin.to(turning)
     first, second = turning.chunk(2, dim=-1)  # of [a b c d] a turns with c, b with d
     turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)  # (B, n, T, r)
     return turned if r == head_dim else torch.cat((turned, x[..., r:]), dim=-1)
 
 
+def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
+               T: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rows start … start + T, [T, r], of both tables [max_len, r]; ValueError if they lack some."""
+    if cos is None or sin is None:
+        raise ValueError("cos and sin must be tables to rotate by, got None")
+    rows, r = require_tensor("cos", cos, "max_len", "r")
+    require_tensor("sin", sin, rows, r)
+    if start + T > rows:
+        raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
+    return cos[start : start + T], sin[start : start + T]  # (T, r)
+
+
 def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
     """The fixed table of 2017, [max_len, d_model] float32: sines on even channels, cosines on odd.
 
-    It is added to the embeddings, outside every block (arXiv:1706.03762 §3.5).
+    Added to the embeddings, outside every block (arXiv:1706.03762 §3.5). ValueError for sizes < 1.
     """
     require_value(int, max_len=max_len, d_model=d_model)
     positions = torch.arange(max_len, device="cpu")
@@ -127,18 +164,18 @@ def sinusoidal_positions(max_len: int, d_model: int) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of one attention layer, so that decoding projects each token once.
+    """Keys and values of one attention layer: decoding projects each token once (arXiv:1911.02150).
 
     k [B, G, next_pos, width_k] and v [B, G, next_pos, width_v] are views of what is stored, None
     when it is empty. With grad mode off, append writes into a buffer that doubles when it is full
     (with max_len it has that length from the start): views of positions cut off by truncate or
     reset may be written over. With grad mode on it concatenates, because a tensor that autograd
-    has saved must not be written to. A refused append changes nothing.
+    has saved must not be written to. A refused append changes nothing: ValueError or TypeError for
+    what does not continue it, RuntimeError within a backward pass, which would append again.
     """
 
     def __init__(self, max_len: int | None = None):
-        if max_len is not None:
-            require_value(int, max_len=max_len)
+        require_value(int, optional=True, max_len=max_len)
         self.max_len = max_len
         self.next_pos = 0  # the position the next token takes
         # Buffers [B, G, room, width], and whether their room behind next_pos may be written to.
@@ -166,6 +203,7 @@ class KVCache:
             if new.dtype != like.dtype or new.device != like.device:
                 came, wanted = (f"{t.dtype} on {t.device}" for t in (new, like))
                 raise TypeError(f"{name} must be {wanted}, got {came}")
+        require_forward_pass()
         start, end = self.next_pos, self.next_pos + T
         if self.max_len is not None and end > self.max_len:
             raise ValueError(f"max_len={self.max_len} positions cannot hold {end}")
@@ -175,8 +213,9 @@ class KVCache:
         else:
             if not start or not self._writable or end > self._k.shape[2]:
                 self._k, self._v = self._room(self._k, k_new, end), self._room(self._v, v_new, end)
-            self._k[:, :, start:end] = k_new
-            self._v[:, :, start:end] = v_new
+            # Clones: after truncate the new ones may be views of the very memory that is written.
+            self._k[:, :, start:end] = k_new.clone()
+            self._v[:, :, start:end] = v_new.clone()
         self._writable = not torch.is_grad_enabled()
         self.next_pos = end
         return self._k[:, :, :end], self._v[:, :, :end]
@@ -200,24 +239,35 @@ class KVCache:
             self._k = self._v = self._writable = None
 
     def truncate(self, length: int) -> None:
-        """Keep the first length positions: what speculative decoding rolls back with."""
+        """Keep the first length positions, ValueError if there are fewer: speculative decoding."""
         require_value(int, above=-1, length=length)
         if length > self.next_pos:
             raise ValueError(f"length must be at most next_pos={self.next_pos}, got {length}")
         self.next_pos = length
 
-    def __copy__(self) -> "KVCache":
-        """A cache with memory of its own: two must not write into one buffer."""
-        twin = object.__new__(type(self))
+    def __getstate__(self) -> dict:
+        """For copy and pickle: memory of its own, since two must not write into one buffer."""
         k, v = (self.k.clone(), self.v.clone()) if self.next_pos else (None, None)
-        vars(twin).update(vars(self), _k=k, _v=v, _writable=None)
-        return twin
+        return {**vars(self), "_k": k, "_v": v, "_writable": None}
 
     def __deepcopy__(self, memo: dict) -> "KVCache":
         twin = memo[id(self)] = copy.copy(self)  # deepcopy takes no tensor with a graph behind it
         rest = {name: value for name, value in vars(twin).items() if name not in ("_k", "_v")}
         vars(twin).update(copy.deepcopy(rest, memo))
         return twin
+
+
+def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
+    """The first token's position: the cache's next one, which start_pos must equal (ValueError)."""
+    if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
+        raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
+    start = 0 if kv_cache is None else kv_cache.next_pos
+    if start_pos is None:
+        return start
+    require_value(int, above=-1, start_pos=start_pos)
+    if kv_cache is not None and start_pos != start:
+        raise ValueError(f"start_pos must be the cache's next_pos={start}, got {start_pos}")
+    return start_pos
 
 
 # === Norm and attention (notes §1, §4, §5, §7.2) =============================================
@@ -227,7 +277,7 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv:1910.07467 §4).
 
     Versus LayerNorm: no mean is subtracted and no bias added. Computed in at least float32, where
-    a float16 value over 255 cannot overflow when squared; returned in the dtype of x.
+    a float16 value over 255 cannot overflow when squared. [..., d] in x's dtype, else ValueError.
     """
 
     def __init__(self, d_model: int, eps: float = 1e-6):
@@ -239,7 +289,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         require_tensor("x", x, ..., self.weight.shape[0])
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        wide = at_least_float32(x)
         normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (normed * self.weight).to(x.dtype)  # Llama rounds before the weight, Gemma here
 
@@ -252,19 +302,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causa
     broadcasts to [B, 1, T, S]; returns [B, H, T, d_v]. Query head i reads KV head i // (H / G).
     causal hides later keys, the last query standing beside the last key. scale is d_h^-0.5 by
     default. logit_softcap=c replaces a score s by c * tanh(s / c) before the mask. A query that
-    may attend to nothing gets zeros.
+    may attend to nothing gets zeros. ValueError for other shapes, TypeError for mixed dtypes.
     """
     keep = require_attention_inputs(q, k, v, keep, scale)
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
     if causal and T > 1:  # a single query stands beside the last key and sees them all
         keep = without_later_keys(keep, T, S, q.device)
     scale = head_dim**-0.5 if scale is None else scale
-    # The query heads of a group become further rows of one matrix product with their KV head, so
-    # K and V are never copied out to H heads. Those of a single token are few, and few columns
-    # are faster than few rows. Scaled first: half precision overflows later.
+    # With H = 4 and G = 2 the query heads read the KV heads [0 0 1 1]. Those of a group become
+    # further rows of one matrix product with their KV head, so K and V are never copied out to H
+    # heads. For one token it is k q^T that is computed: the kernel is faster with few columns than
+    # with few rows. Scaled before the product: in half precision an unscaled score overflows.
     q = (q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)
     scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)
-    scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
+    scores = at_least_float32(scores)
     if logit_softcap is not None:
         require_value(float, logit_softcap=logit_softcap)
         scores = logit_softcap * torch.tanh(scores / logit_softcap)
@@ -284,9 +335,10 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
                  logit_softcap: float | None = None) -> Tensor:  # fmt: skip
     """The result of attend through torch's fused kernel, which keeps no T x S scores.
 
-    The kernel has no soft cap (ValueError). The two differ on NaN (without a mask, torch 2.13 on a
-    CPU turns a query row of NaN into numbers; with one, a NaN key that is masked out spreads) and
-    on float16 scores over 65504, which overflow in attend.
+    Shapes [B, H or G, T or S, width] and errors as there (FlashAttention, arXiv:2205.14135). It has
+    no soft cap (ValueError). The two differ on NaN (without a mask, torch 2.13 on a CPU turns a
+    query row of NaN into numbers; with one, a NaN key that is masked out spreads) and on float16
+    scores over 65504, which overflow in attend.
     """
     keep = require_attention_inputs(q, k, v, keep, scale)
     if logit_softcap is not None:
@@ -310,7 +362,8 @@ class SinkAttention(nn.Module):
 
     For attend= of MultiHeadAttention, arguments and result as there. sinks [H] join the scores
     after scale, cap and mask, so the weights of a query sum to less than 1: to
-    sigmoid(logsumexp(scores) - sink). It is no token: no key, no value, nothing cached.
+    sigmoid(logsumexp(scores) - sink). It is no token: no key, no value, nothing cached
+    (arXiv:2508.10925 §2.3). ValueError for another number of query heads.
     """
 
     def __init__(self, n_q_heads: int):
@@ -329,22 +382,34 @@ class SinkAttention(nn.Module):
             keep = without_later_keys(keep, T, S, q.device)
         q = q * (head_dim**-0.5 if scale is None else scale)
         scores = q.reshape(B, G, H // G * T, head_dim) @ k.mT  # (B, G, H/G*T, S)
-        scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores
+        scores = at_least_float32(scores)
         if logit_softcap is not None:
             require_value(float, logit_softcap=logit_softcap)
             scores = logit_softcap * torch.tanh(scores / logit_softcap)
         scores = scores.view(B, H, T, S)
-        if keep is not None:
-            scores = scores.masked_fill(~keep, -math.inf)
+        if keep is not None:  # a row without keys stays open, as in attend: a sink may be -inf
+            alive = keep.any(dim=-1, keepdim=True)
+            scores = scores.masked_fill(alive & ~keep, -math.inf)
         sinks = self.sinks[:, None, None].expand(B, H, T, 1)
         weights = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :S]  # (B, H, T, S)
         out = weights.to(v.dtype).reshape(B, G, H // G * T, S) @ v  # (B, G, H/G*T, d_v)
-        return out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
+        out = out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
+        return out if keep is None else out.masked_fill(~alive, 0)
+
+
+def split_heads(projected: Tensor, head_dim: int) -> Tensor:
+    """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard's."""
+    if projected.shape[-1] % head_dim:
+        raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
+                         f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
+    return torch.unflatten(projected, -1, (-1, head_dim)).transpose(1, 2)
 
 
 class MultiHeadAttention(nn.Module):
     """Self- or cross-attention with H query heads and G KV heads: MHA G = H, GQA, MQA G = 1.
 
+    arXiv:1706.03762 §3.2.2, arXiv:1911.02150 §3, arXiv:2305.13245 §2. ValueError for other shapes,
+    sizes that do not divide, memory with a cache or rotation, and rotation without tables.
     forward takes x [B, T, d] and returns (out [B, T, d], (k, v)), k and v [B, G, S, d_h] being all
     that was attended over. mask is bool [T, S] or [B, T, S], key_padding_mask bool [B, S], True =
     may attend; causal=True hides later keys, which the decoder blocks ask for. memory [B, S, d]
@@ -368,8 +433,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"n_kv_heads={n_kv_heads} must divide n_q_heads={n_q_heads}")
         if rope and head_dim % 2:
             raise ValueError(f"head_dim must be even with rope=True, got {head_dim}")
-        if scale is not None:
-            require_value(float, scale=scale)
+        require_value(float, optional=True, scale=scale)
         require_value(float, norm_eps=norm_eps)
         require_fitting(attend, n_q_heads, n_kv_heads, head_dim, logit_softcap)
         self.d_model, self.head_dim, self.rope_dim = d_model, head_dim, head_dim if rope else 0
@@ -388,75 +452,38 @@ class MultiHeadAttention(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.q_proj)
-        start = self.start_position(start_pos, kv_cache)
+        start = start_position(start_pos, kv_cache)
         source, cached = x, 0 if kv_cache is None else start
         if memory is not None:
             if self.rope or kv_cache is not None:
                 raise ValueError("memory (cross-attention) goes without rope=True and kv_cache")
             require_tensor("memory", memory, B, "S", self.d_model, layer=self.k_proj)
             source = memory
-        keep = self.combined_mask(mask, key_padding_mask, B, T, cached + source.shape[1])
-        q = self.split_heads(self.q_proj(x), self.head_dim)  # (B, H, T, head_dim)
-        k = self.split_heads(self.k_proj(source), self.head_dim)  # (B, G, S, head_dim)
+        keep = combined_mask(mask, key_padding_mask, B, T, cached + source.shape[1])
+        # 1) Project: queries of the stream, keys and values of the source, split into heads.
+        q = split_heads(self.q_proj(x), self.head_dim)  # (B, H, T, head_dim)
+        k = split_heads(self.k_proj(source), self.head_dim)  # (B, G, S, head_dim)
+        v = split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)
+        # 2) Norm and turn queries and keys, never values.
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        v = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)
         if self.rope:
-            cos, sin = self.table_rows(cos, sin, start, T)
+            cos, sin = table_rows(cos, sin, start, T)
             turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)  # (B, H+G, T, head_dim)
             q, k = turned.split((q.shape[1], k.shape[1]), dim=1)
+        # 3) Keys and values of earlier tokens come from the cache, turned when they were new.
         if kv_cache is not None:
             k, v = kv_cache.append(k, v)
+        # 4) Attend; a call that fails here leaves nothing in the cache.
         options = {"causal": causal, "scale": self.scale, "logit_softcap": self.logit_softcap}
-        out = self.attend(q, k, v, keep, **options)  # (B, H, T, head_dim)
+        try:
+            out = self.attend(q, k, v, keep, **options)  # (B, H, T, head_dim)
+        except BaseException:
+            if kv_cache is not None:
+                kv_cache.truncate(start)
+            raise
+        # 5) Join the heads and project back.
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
-
-    @staticmethod
-    def split_heads(projected: Tensor, head_dim: int) -> Tensor:
-        """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard."""
-        if projected.shape[-1] % head_dim:
-            raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
-                             f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
-        return torch.unflatten(projected, -1, (-1, head_dim)).transpose(1, 2)
-
-    @staticmethod
-    def table_rows(cos: Tensor | None, sin: Tensor | None, start: int,
-                   T: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Rows start … start + T of both rotation tables [max_len, r]."""
-        if cos is None or sin is None:
-            raise ValueError("cos and sin must be tables to rotate by, got None")
-        rows, r = require_tensor("cos", cos, "max_len", "r")
-        require_tensor("sin", sin, rows, r)
-        if start + T > rows:
-            raise ValueError(f"cos has {rows} rows, and {start + T} positions were asked for")
-        return cos[start : start + T], sin[start : start + T]  # (T, r)
-
-    @staticmethod
-    def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
-        """The position of the first token: the next one of the cache, else start_pos or 0."""
-        if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
-            raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
-        start = 0 if kv_cache is None else kv_cache.next_pos
-        if start_pos is None:
-            return start
-        require_value(int, above=-1, start_pos=start_pos)
-        if kv_cache is not None and start_pos != start:
-            raise ValueError(f"start_pos must be the cache's next_pos={start}, got {start_pos}")
-        return start_pos
-
-    @staticmethod
-    def combined_mask(mask: Tensor | None, key_padding_mask: Tensor | None,
-                      B: int, T: int, S: int) -> Tensor | None:  # fmt: skip
-        """What both masks allow, as one that broadcasts to [B, 1, T, S]."""
-        if mask is not None:
-            batch = (B,) if getattr(mask, "ndim", None) == 3 else ()
-            require_tensor("mask", mask, *batch, T, S, kind="bool")
-            mask = mask[:, None] if batch else mask
-        if key_padding_mask is None:
-            return mask
-        require_tensor("key_padding_mask", key_padding_mask, B, S, kind="bool")
-        padding = key_padding_mask[:, None, None]  # (B, 1, 1, S)
-        return padding if mask is None else mask & padding
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -466,7 +493,7 @@ class MultiHeadLatentAttention(nn.Module):
     of width kv_rank, and position enters through one rotated key of width rope_dim that all heads
     share. forward is the same, without memory. The k it returns and caches is [latent | shared
     key], [B, 1, S, kv_rank + rope_dim]; v is empty (width 0). Rotation is half-split, DeepSeek's
-    own pairs channels 2i and 2i + 1: its weights load with those rows permuted.
+    own pairs channels 2i and 2i + 1: its weights load with those rows permuted. Errors as there.
     """
 
     def __init__(self, d_model: int, n_heads: int, *, kv_rank: int, rope_dim: int,
@@ -498,13 +525,13 @@ class MultiHeadLatentAttention(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.kv_down)
-        start = MultiHeadAttention.start_position(start_pos, kv_cache)
+        start = start_position(start_pos, kv_cache)
         cached = 0 if kv_cache is None else start
-        keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, cached + T)
-        cos, sin = MultiHeadAttention.table_rows(cos, sin, start, T)
+        keep = combined_mask(mask, key_padding_mask, B, T, cached + T)
+        cos, sin = table_rows(cos, sin, start, T)
         require_tensor("cos", cos, T, self.rope_dim)  # a narrower one would turn a part only
         q = self.q_proj(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
-        q = MultiHeadAttention.split_heads(q, self.nope_dim + self.rope_dim) * self.scale
+        q = split_heads(q, self.nope_dim + self.rope_dim) * self.scale
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         q_rope = apply_rope(q_rope, cos, sin)  # (B, H, T, rope_dim)
         latent, k_rope = self.kv_down(x)[:, None].split((self.kv_rank, self.rope_dim), dim=-1)
@@ -514,22 +541,28 @@ class MultiHeadLatentAttention(nn.Module):
         if kv_cache is not None:
             k, v = kv_cache.append(k, v)
         attention = self.absorbed if cached and self.absorbs else self.expanded
-        out = attention(q_nope, q_rope, k, keep, causal)  # (B, H, T, v_dim)
+        try:
+            out = attention(q_nope, q_rope, k, keep, causal)  # (B, H, T, v_dim)
+        except BaseException:  # a call that fails here leaves nothing in the cache
+            if kv_cache is not None:
+                kv_cache.truncate(start)
+            raise
         return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
 
     @property
     def absorbs(self) -> bool:
-        """Whether kv_up is a bare matrix: an adapter, a bias or a hook must be called."""
+        """Whether kv_up is a bare matrix: a wrapper, bias, hook, shard or int8 must be called."""
         up = self.kv_up
         hooks = up._forward_hooks, up._forward_pre_hooks, up._backward_hooks, up._backward_pre_hooks
-        bare = type(up) is nn.Linear and "forward" not in vars(up)
-        return bare and up.bias is None and not any(hooks)
+        if type(up) is not nn.Linear or "forward" in vars(up) or any(hooks):
+            return False
+        return up.bias is None and type(up.weight) in (nn.Parameter, Tensor)
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
                  causal: bool) -> Tensor:  # fmt: skip
         """Keys and values of every head are computed from the latent: cheaper for many queries."""
         latent, k_rope = k.split((self.kv_rank, self.rope_dim), dim=-1)
-        up = MultiHeadAttention.split_heads(self.kv_up(latent[:, 0]), self.nope_dim + self.v_dim)
+        up = split_heads(self.kv_up(latent[:, 0]), self.nope_dim + self.v_dim)
         k_nope, v = up.split((self.nope_dim, self.v_dim), dim=-1)  # (B, H, S, nope or v_dim)
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
         q = torch.cat((q_nope, q_rope), dim=-1)  # (B, H, T, nope_dim+rope_dim)
@@ -553,7 +586,7 @@ class MultiHeadLatentAttention(nn.Module):
 
 
 class DenseFFN(nn.Module):
-    """down(act(up(x))), [..., d] -> [..., d] (arXiv:1706.03762 §3.3)."""
+    """down(act(up(x))), [..., d] -> [..., d], else ValueError (arXiv:1706.03762 §3.3)."""
 
     def __init__(self, d_model: int, d_ff: int, act: Callable[[Tensor], Tensor] = F.gelu,
                  bias: bool = False):  # fmt: skip
@@ -572,7 +605,7 @@ class DenseFFN(nn.Module):
 class GatedFFN(nn.Module):
     """down(act(gate(x)) * up(x)), [..., d] -> [..., d]: SwiGLU with silu (arXiv:2002.05202 §2).
 
-    Versus DenseFFN: a third matrix, and the activation scales a linear branch.
+    Versus DenseFFN: a third matrix, and the activation scales a linear branch. Errors as there.
     """
 
     def __init__(self, d_model: int, d_ff: int, act: Callable[[Tensor], Tensor] = F.silu,
@@ -593,7 +626,8 @@ class GatedFFN(nn.Module):
 class ClampedGatedFFN(nn.Module):
     """gpt-oss's expert: down((up + 1) * gate * sigmoid(alpha * gate)), [..., d] -> [..., d].
 
-    Versus GatedFFN: biases; gate is clamped above, up on both sides; up = 0 lets the gate through.
+    Versus GatedFFN: biases; gate is clamped above, up on both sides; up = 0 lets the gate through
+    (arXiv:2508.10925 §2.2). ValueError for another width or a limit or alpha not above 0.
     """
 
     def __init__(self, d_model: int, d_ff: int, *, alpha: float = 1.702, limit: float = 7.0):
@@ -613,7 +647,7 @@ class ClampedGatedFFN(nn.Module):
 
 
 def count_choices(experts: Tensor, n_experts: int) -> Tensor:
-    """How often each expert was chosen, [E]; unlike bincount without waiting for the device."""
+    """How often each of [N, k] names an expert, [E]; bincount would wait for the device."""
     chosen = experts.flatten()
     return chosen.new_zeros(n_experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
@@ -634,7 +668,8 @@ class MoEFFN(nn.Module):
     The output is that expert's times its router probability, which is not renormalised: over one
     expert it would be 1, and the router would never learn. After a forward, tokens_per_expert
     counts the tokens, and aux_loss is their balance_loss. An expert without tokens is called on no
-    rows: its gradients are zeros, so that ranks whose tokens route apart agree.
+    rows: its gradients are zeros, and all ranks run the same collectives. ValueError for another
+    width, NotImplementedError for another top_k.
     """
 
     def __init__(self, d_model: int, d_ff: int, n_experts: int = 4, top_k: int = 1):
@@ -651,8 +686,8 @@ class MoEFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         require_tensor("x", x, ..., self.d_model, layer=self.router)
         tokens = x.reshape(-1, self.d_model)  # (N, d)
-        logits = self.router(tokens)  # (N, E)
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = at_least_float32(self.router(tokens))  # (N, E)
+        require_tensor("router(x)", logits, len(tokens), len(self.experts))
         probs = logits.softmax(dim=1)  # (N, E)
         weight, expert = probs.max(dim=1)  # (N)
         counts = count_choices(expert, len(self.experts))  # (E)
@@ -676,7 +711,7 @@ class SoftmaxRouter(nn.Module):
     The top_k of a softmax over all experts, renormalised over the chosen or not, times scale. With
     groups only from the top_groups groups that hold the best single experts (DeepSeek-V2,
     arXiv:2405.04434 §2.2.2). gpt-oss has a bias; its softmax over the chosen logits is the same.
-    Leaves tokens_per_expert (a list, fetched when read) and aux_loss, the balance_loss.
+    Leaves tokens_per_expert (a list) and aux_loss, the balance_loss. ValueError for bad sizes.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, *, renormalise: bool = True,
@@ -684,7 +719,7 @@ class SoftmaxRouter(nn.Module):
                  bias: bool = False):  # fmt: skip
         super().__init__()
         require_routing(d_model, n_experts, top_k, scale, n_groups, top_groups)
-        self.d_model, self.n_experts, self.top_k = d_model, n_experts, top_k
+        self.d_model, self.top_k = d_model, top_k
         self.renormalise, self.scale = renormalise, scale
         self.n_groups, self.top_groups = n_groups, top_groups
         self.router = nn.Linear(d_model, n_experts, bias=bias)
@@ -697,13 +732,12 @@ class SoftmaxRouter(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         require_tensor("tokens", tokens, "N", self.d_model, layer=self.router)
-        logits = self.router(tokens)  # (N, E)
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = at_least_float32(self.router(tokens))  # (N, E)
         scores, experts = self.choose(logits)  # (N, E), (N, k)
         weights = scores.gather(1, experts)  # (N, k)
         if self.renormalise:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
-        counts = count_choices(experts, self.n_experts)
+        counts = count_choices(experts, scores.shape[1])
         self.counts, self.aux_loss = counts, balance_loss(scores, counts)
         return (self.scale * weights).to(tokens.dtype), experts
 
@@ -720,15 +754,18 @@ class SoftmaxRouter(nn.Module):
         scores = groups.masked_fill(shut[:, :, None], -math.inf).flatten(1)  # (N, E)
         return scores.topk(self.top_k).indices
 
-    __getstate__ = MoEFFN.__getstate__
+    def __getstate__(self) -> dict:
+        """For copy and pickle, which take no tensor with a graph behind it."""
+        aux_loss = None if self.aux_loss is None else self.aux_loss.detach()
+        return {**self.__dict__, "aux_loss": aux_loss}
 
 
 class SigmoidRouter(SoftmaxRouter):
     """SoftmaxRouter with a sigmoid for each expert (DeepSeek-V3, arXiv:2412.19437 §2.1.2).
 
-    selection_bias [E], a buffer that training moves by hand, is added for the choice only; the
-    weights come from the scores without it. A group scores as the sum of its two best experts.
-    Llama-4: no selection_bias, no renormalising, top-1.
+    selection_bias [E], a buffer updated by a rule outside the gradient, is added for the choice
+    only; the weights come from the scores without it. A group scores as the sum of its two best
+    experts. Llama-4: no selection_bias, no renormalising, top-1. Shapes and errors as there.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, *, renormalise: bool = True,
@@ -747,9 +784,11 @@ class SigmoidRouter(SoftmaxRouter):
 class MixtureFFN(nn.Module):
     """Several experts a token, [..., d] -> [..., d]: sum of weight * expert(x), plus shared(x).
 
-    router gives tokens [N, d] weights and experts [N, k] and keeps its counts and aux_loss.
-    weigh_input puts the weight on the expert's input (Llama-4). The work grows with N * k; an idle
-    expert is called on no rows. No mask comes here: padding is routed and counted too.
+    Mixtral (arXiv:2401.04088 §2.1), shared experts (arXiv:2401.06066 §3.2). router gives tokens
+    [N, d] weights and experts [N, k] and keeps its counts and aux_loss. weigh_input puts the weight
+    on the expert's input (Llama-4). The work grows with N * k; an idle expert is called on no rows.
+    No mask comes here: padding is routed and counted too. ValueError for experts that are not the
+    router's, or choices and weights that do not fit.
     """
 
     def __init__(self, router: nn.Module, experts: Iterable[nn.Module],
@@ -764,9 +803,16 @@ class MixtureFFN(nn.Module):
         require_tensor("x", x, ..., width, layer=layer)
         tokens = x.reshape(-1, x.shape[-1])  # (N, d)
         weights, chosen = self.router(tokens)  # (N, k)
+        N, k = require_tensor("router(x)[1]", chosen, len(tokens), "k", kind="integer")
+        require_tensor("router(x)[0]", weights, N, k)
         order = chosen.flatten().argsort()  # the choices of the first expert, of the second, …
-        sizes = count_choices(chosen, len(self.experts)).tolist()  # the one wait for the device
-        rows = (order // chosen.shape[1]).split(sizes)  # of each expert's tokens
+        # Counted with a bin below the experts and one above, so that one wait for the device tells
+        # both how many rows each expert gets and whether all choices are experts.
+        E = len(self.experts)
+        below, *sizes, above = count_choices(chosen.long().clamp(-1, E) + 1, E + 2).tolist()
+        if below or above:
+            raise ValueError(f"router(x)[1] must be 0 … {E - 1}, got {below + above} other ids")
+        rows = (order // k).split(sizes)  # of each expert's tokens
         shares = weights.flatten()[order, None].split(sizes)
         out = torch.zeros_like(tokens)
         for ffn, row, share in zip(self.experts, rows, shares):
@@ -785,7 +831,8 @@ class VanillaEncoderLayer2017(nn.Module):
 
     x ─┬─ attn ─ + ─ ln1 ─┬─ ffn ─ + ─ ln2 ─
        └─────────┘        └────────┘
-    Every position sees every position; key_padding_mask [B, T] leaves padding out.
+    Every position of x [B, T, d] sees every other; key_padding_mask [B, T] leaves padding out.
+    ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
@@ -800,17 +847,19 @@ class VanillaEncoderLayer2017(nn.Module):
         self.ln2 = nn.LayerNorm(d_model, eps)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        x = self.ln1(x + self.attn(x, key_padding_mask=key_padding_mask)[0])
+        attended, _ = self.attn(x, key_padding_mask=key_padding_mask)
+        x = self.ln1(x + attended)
         return self.ln2(x + self.ffn(x))
 
 
 class VanillaSeq2SeqDecoderLayer2017(nn.Module):
-    """Post-LN decoder layer of 2017: causal self-attention, then cross-attention to memory.
+    """Post-LN decoder layer (arXiv:1706.03762 §3.1): causal self-attention, then cross-attention.
 
     x ─┬─ self_attn ─ + ─ ln1 ─┬─ cross_attn(memory) ─ + ─ ln2 ─┬─ ffn ─ + ─ ln3 ─
        └──────────────┘        └───────────────────────┘        └────────┘
     Versus VanillaEncoderLayer2017: a third sublayer, and a causal mask in the first. memory
-    [B, S, d] is the encoder's output; x and memory have a padding mask each.
+    [B, S, d] is the encoder's output; x [B, T, d] and memory have a padding mask each, [B, T] and
+    [B, S]. ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
@@ -834,19 +883,22 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
         _, S, _ = require_tensor("memory", memory, B, "S", self.d_model)
         if memory_key_padding_mask is not None:
             require_tensor("memory_key_padding_mask", memory_key_padding_mask, B, S, kind="bool")
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        x = self.ln1(x + self.self_attn(x, **seen)[0])
-        x = self.ln2(x + self.cross_attn(x, memory, key_padding_mask=memory_key_padding_mask)[0])
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        attended, _ = self.self_attn(x, **masks)
+        x = self.ln1(x + attended)
+        attended, _ = self.cross_attn(x, memory, key_padding_mask=memory_key_padding_mask)
+        x = self.ln2(x + attended)
         return self.ln3(x + self.ffn(x))
 
 
 class GPT2StyleDecoderLayer(nn.Module):
-    """Pre-LN decoder block of GPT-2: norms inside the branches, the stream itself is never normed.
+    """Pre-LN decoder block of GPT-2 (arXiv:2002.04745 §3): norms inside the branches only.
 
     x ─┬─ norm1 ─ attn ─ + ─┬─ norm2 ─ ffn ─ + ─
        └─────────────────┘  └────────────────┘
     Versus the layers of 2017: Pre-LN, no cross-attention, GELU; the stack ends in a final norm.
-    Positions are added to the embeddings, outside. GPT-2 itself uses the tanh form of GELU.
+    Positions are added to the embeddings, outside. GPT-2 itself uses the tanh form of GELU. x is
+    [B, T, d], mask [T, S] or [B, T, S] and causal by default; ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_heads: int = 8, d_ff: int = 384, *,
@@ -865,25 +917,29 @@ class GPT2StyleDecoderLayer(nn.Module):
                 key_padding_mask: Tensor | None = None,
                 kv_cache: "KVCache | None" = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm1)
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        x = x + self.attn(self.norm1(x), kv_cache=kv_cache, **seen)[0]
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        attended, _ = self.attn(self.norm1(x), kv_cache=kv_cache, **masks)
+        x = x + attended
         return x + self.ffn(self.norm2(x))
 
 
 class ModernDecoderBlock(nn.Module):
-    """Pre-RMSNorm decoder block of Llama, Mistral, Qwen: RoPE, grouped KV heads, SwiGLU.
+    """Pre-RMSNorm decoder block of Llama (arXiv:2302.13971 §2.2), Mistral, Qwen: RoPE, GQA, SwiGLU.
 
     x ─┬─ norm1 ─ attn ─ + ─┬─ norm2 ─ ffn ─ + ─
        └─────────────────┘  └────────────────┘
     Versus GPT2StyleDecoderLayer: RMSNorm, rotation inside attention, GQA, a gated FFN, no biases.
-    attn and ffn replace the default sublayers, e.g. MultiHeadLatentAttention or MoEFFN.
+    attn and ffn replace the default sublayers, e.g. MultiHeadLatentAttention or MoEFFN. x is
+    [B, T, d], cos and sin [max_len, head_dim], masks as in attn; ValueError for other shapes.
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
                  d_ff: int = 256, *, attn: nn.Module | None = None,
                  ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
         ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
@@ -894,21 +950,23 @@ class ModernDecoderBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
-        x = x + self.attn(self.norm1(x), **seen, **at)[0]
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        attended, _ = self.attn(self.norm1(x), **masks, **position)
+        x = x + attended
         return x + self.ffn(self.norm2(x))
 
 
 class ParallelDecoderBlock(nn.Module):
-    """Parallel decoder block of GPT-J (one norm) and GPT-NeoX (two): both branches read x.
+    """Parallel block of GPT-J (one norm), GPT-NeoX (two, arXiv:2204.06745): both branches read x.
 
        ┌─ norm ─┬─ attn ─┐              ┌─ norm ───── attn ─┐
     x ─┤        └─ ffn ──┤           x ─┼─ ffn_norm ─ ffn ──┤       (shared_norm=False)
        └──────────────── + ─            └────────────────── + ─
     Versus GPT2StyleDecoderLayer: the FFN does not see what attention wrote, and no biases. A
     norm of its own for the FFN does not make the block serial. The default attention does not
-    rotate, and leaves the tables unread; attn=MultiHeadAttention(…, rope=True) is GPT-J's.
+    rotate, and leaves the tables unread; attn=MultiHeadAttention(…, rope=True) is GPT-J's. Shapes
+    and errors as in ModernDecoderBlock: x [B, T, d], ValueError.
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int | None = None,
@@ -916,7 +974,9 @@ class ParallelDecoderBlock(nn.Module):
                  shared_norm: bool = True, eps: float = 1e-5):  # fmt: skip
         super().__init__()
         require_value(int, d_model=d_model)
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads) if attn is None else attn
         ffn = DenseFFN(d_model, d_ff) if ffn is None else ffn
         self.d_model, self.attn, self.ffn = d_model, attn, ffn
@@ -928,27 +988,30 @@ class ParallelDecoderBlock(nn.Module):
                 kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
         require_tensor("x", x, "B", "T", self.d_model, layer=self.norm)
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
         h = self.norm(x)
         h_ffn = h if self.ffn_norm is None else self.ffn_norm(x)
-        return x + self.attn(h, **seen, **at)[0] + self.ffn(h_ffn)
+        attended, _ = self.attn(h, **masks, **position)
+        return x + attended + self.ffn(h_ffn)
 
 
 class BranchNormDecoderBlock(nn.Module):
-    """Decoder block of Gemma-2 and Gemma-3: each branch is normed on its way in and on its way out.
+    """Decoder block of Gemma-2 (arXiv:2408.00118 §2) and 3: branches are normed going in and out.
 
     x ─┬─ attn_pre_norm ─ attn ─ attn_post_norm ─ + ─┬─ ffn_pre_norm ─ ffn ─ ffn_post_norm ─ + ─
        └──────────────────────────────────────────┘  └───────────────────────────────────────┘
     Versus ModernDecoderBlock: the two post norms, on the branch and before the add, so the stream
-    stays unnormed (it is not Post-LN).
+    stays unnormed (it is not Post-LN). Shapes and errors as there: x [B, T, d], ValueError.
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
                  d_ff: int = 256, *, attn: nn.Module | None = None,
                  ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
         ffn = GatedFFN(d_model, d_ff) if ffn is None else ffn
@@ -961,9 +1024,10 @@ class BranchNormDecoderBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
                 start_pos: int | None = None) -> Tensor:  # fmt: skip
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
-        x = x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen, **at)[0])
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        attended, _ = self.attn(self.attn_pre_norm(x), **masks, **position)
+        x = x + self.attn_post_norm(attended)
         return x + self.ffn_post_norm(self.ffn(self.ffn_pre_norm(x)))
 
 
@@ -975,34 +1039,54 @@ def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None 
                     generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
     """Token ids [B, 1] from logits [B, V]: the likeliest at temperature 0, else one drawn.
 
-    top_k keeps the k likeliest; top_p then keeps the fewest whose probabilities reach top_p.
+    top_k keeps the k likeliest; top_p then keeps the fewest whose probabilities reach top_p
+    (arXiv:1904.09751 §3.1). ValueError for a NaN, or for no token that could be picked.
     """
     if 0 in require_tensor("logits", logits, "B", "V")[1:]:
         raise ValueError(f"logits must have a token to pick, got shape {list(logits.shape)}")
     require_sampling(temperature, top_k, top_p, generator)
+    best, likeliest = logits.max(dim=1, keepdim=True)  # (B, 1)
+    if not best.isfinite().all():  # max passes a NaN on
+        came = best.flatten().tolist()
+        raise ValueError(f"logits must have a finite best one in each row, got {came}")
     if temperature == 0:
-        return logits.argmax(dim=1, keepdim=True)
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        return likeliest
+    wide = at_least_float32(logits)
     ranked, tokens = wide.sort(descending=True)  # (B, V)
     # The best logit becomes 0 before the division, so that a tiny temperature cannot give inf/inf.
-    temperature = max(temperature, torch.finfo(torch.float32).tiny)
+    tiny = torch.finfo(torch.float32).tiny  # what is smaller would be 0 as a float32
+    temperature = max(temperature, tiny)
     probs = ((ranked - ranked[:, :1]) / temperature).softmax(dim=1)  # (B, V)
     if top_k is not None:
         probs[:, top_k:] = 0
         probs /= probs.sum(dim=1, keepdim=True)
     if top_p is not None and top_p < 1:  # a running sum may reach 1 before the last token
-        probs[probs.cumsum(dim=1) - probs >= top_p] = 0  # what stands before reaches it already
+        before = probs.cumsum(dim=1) - probs
+        probs[before >= max(top_p, tiny)] = 0  # what stands before reaches it already
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))
+
+
+class TiedEmbedding(nn.Embedding):
+    """Token ids [B, T] to vectors [B, T, d], and vectors [..., d] to logits [..., V].
+
+    One table [V, d] for both (arXiv:1608.05859): a logit is a vector's product with the token's
+    row. Both uses go through the module's call, where hooks, offloading and shards act.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if x.is_floating_point() else super().forward(x)
 
 
 class DecoderOnlyLM(nn.Module):
     """Token ids to logits: embedding, blocks, final norm, head.
 
     make_block(layer) builds each block, ModernDecoderBlock by default: which layers have experts
-    is decided there. windows holds each layer's attention window or None. With tied embeddings
-    lm_head is None and the logits are products with the embedding's rows. The rotation tables are
-    as wide as what the blocks turn, and no state: they stay float32 on the CPU, and the rows that
-    a forward needs are moved.
+    is decided there. windows holds each layer's attention window or None. Tied (arXiv:1608.05859),
+    lm_head is None, and the embedding is called with vectors. Vectors are multiplied by
+    embedding_scale, logits capped to logit_softcap * tanh(logits / logit_softcap). The rotation
+    tables [max_len, rope_dim] with base rope_base are as wide as what the blocks turn, and no
+    state: they stay float32 on the CPU, and the rows that a forward needs are moved. eps is the
+    norms'. A part with new_cache() says what cache its block takes.
     """
 
     def __init__(self, vocab_size: int, d_model: int = 96, n_layers: int = 2, n_q_heads: int = 8,
@@ -1016,12 +1100,14 @@ class DecoderOnlyLM(nn.Module):
         require_value(int, vocab_size=vocab_size, d_model=d_model, n_layers=n_layers)
         require_value(int, n_q_heads=n_q_heads, max_len=max_len)
         require_value(float, embedding_scale=embedding_scale, rope_base=rope_base, eps=eps)
-        if logit_softcap is not None:
-            require_value(float, logit_softcap=logit_softcap)
+        require_value(float, optional=True, logit_softcap=logit_softcap)
         windows = [None] * n_layers if windows is None else windows
         require_windows(windows, n_layers)
-        sizes, ours = (d_model, n_q_heads, n_kv_heads, d_ff), make_block is None
-        make_block = (lambda _: ModernDecoderBlock(*sizes, eps=eps)) if ours else make_block
+        if make_block is None:
+
+            def make_block(_layer: int) -> nn.Module:
+                return ModernDecoderBlock(d_model, n_q_heads, n_kv_heads, d_ff, eps=eps)
+
         require_value(Callable, make_block=make_block)
         require_rope_dim(rope_dim, set())
         state = torch.get_rng_state()
@@ -1034,9 +1120,10 @@ class DecoderOnlyLM(nn.Module):
             raise
         if rope_dim is None:
             rope_dim = max(widths or {2, d_model // n_q_heads // 2 * 2})
-        self.vocab_size, self.max_len, self.windows = vocab_size, max_len, list(windows)
+        self.max_len, self.windows = max_len, list(windows)
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
-        self.embedding = nn.Embedding(vocab_size, d_model)
+        table = TiedEmbedding if tie_embeddings else nn.Embedding
+        self.embedding = table(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.final_norm = RMSNorm(d_model, eps)
         self.lm_head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
@@ -1045,8 +1132,11 @@ class DecoderOnlyLM(nn.Module):
 
     def new_caches(self) -> list["KVCache"]:
         """An empty cache for each block: of its attention's own kind (new_cache), else KVCache."""
-        makers = ((getattr(p, "new_cache", None) for p in block.modules()) for block in self.blocks)
-        return [next(filter(None, own), KVCache)() for own in makers]
+        caches = []
+        for block in self.blocks:
+            makers = [part.new_cache for part in block.modules() if hasattr(part, "new_cache")]
+            caches.append(makers[0]() if makers else KVCache())
+        return caches
 
     def forward(self, ids: Tensor, *, kv_caches: list["KVCache"] | None = None,
                 key_padding_mask: Tensor | None = None, mask: Tensor | None = None,
@@ -1055,7 +1145,7 @@ class DecoderOnlyLM(nn.Module):
 
         key_padding_mask is [B, cached + T]; mask, [T, cached + T] or [B, T, cached + T], is joined
         with each layer's causal window (packed documents). A forward that fails in any part leaves
-        all caches as they were.
+        all caches as they were. ValueError for ids that are no tokens or go past max_len.
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_windows(self.windows, len(self.blocks))
@@ -1063,7 +1153,7 @@ class DecoderOnlyLM(nn.Module):
         end = start + T
         if end > self.max_len:
             raise ValueError(f"ids would reach position {end}, past max_len={self.max_len}")
-        MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, end)
+        combined_mask(mask, key_padding_mask, B, T, end)
         positions = torch.arange(end, device=ids.device)
         masks = {None: mask}  # of each window; without any, the blocks are causal by themselves
         for window in set(self.windows):
@@ -1087,15 +1177,31 @@ class DecoderOnlyLM(nn.Module):
             x = self.embedding(ids.long()) * self.embedding_scale  # (B, T, d)
         except IndexError as error:
             span = f"{ids.min().item()} … {ids.max().item()}"
-            raise ValueError(f"ids must lie in 0 … {self.vocab_size - 1}, got {span}") from error
+            last = getattr(self.embedding, "num_embeddings", 0) - 1
+            raise ValueError(f"ids must lie in 0 … {last}, got {span}") from error
         for block, window, cache in zip(self.blocks, self.windows, kv_caches):
             x = block(x, mask=masks[window], kv_cache=cache, **options)
         x = self.final_norm(x[:, -1:] if last_only else x)  # (B, T or 1, d)
-        logits = F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
+        logits = self._head(x)
         if self.logit_softcap is None:
             return logits
-        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        wide = at_least_float32(logits)
         return (self.logit_softcap * torch.tanh(wide / self.logit_softcap)).to(logits.dtype)
+
+    def _head(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., V], whatever stands in lm_head or, with None there, in embedding."""
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        table = self.embedding
+        if isinstance(table, TiedEmbedding) or not isinstance(table, nn.Embedding):
+            return table(x)
+        rows = table(torch.arange(table.num_embeddings, device=x.device))  # it takes ids only
+        return F.linear(x, rows)
+
+    def _vocab_size(self, ids: Tensor) -> int:
+        """How many logits the head gives now, asked with no tokens: any part may be replaced."""
+        with torch.no_grad():
+            return self._head(self.embedding(ids[:, :0].long())).shape[-1]
 
     def stream(self, ids: Tensor, max_new_tokens: int, *, key_padding_mask: Tensor | None = None,
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -1106,7 +1212,7 @@ class DecoderOnlyLM(nn.Module):
         Prompts of different lengths are padded on the left. temperature 0 takes the likeliest
         token and draws nothing. A row that has produced an eos_id goes on with it, and the stream
         ends when all rows have. Raises ValueError at once for an empty prompt or more than max_len
-        tokens. No step leaves gradients or another training flag behind.
+        tokens. No gradients; the training flag stays as it is: who has dropout calls eval().
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_value(int, above=-1, max_new_tokens=max_new_tokens)
@@ -1116,29 +1222,23 @@ class DecoderOnlyLM(nn.Module):
             raise ValueError(f"max_len={self.max_len} < {T} ids + max_new_tokens={max_new_tokens}")
         require_left_padding(key_padding_mask, B, T)
         require_sampling(temperature, top_k, top_p, generator)
-        ends = require_token_ids(eos_id, self.vocab_size)
+        ends = [] if eos_id is None else require_token_ids(eos_id, self._vocab_size(ids))
         sampling = temperature, top_k, top_p, generator
         return self._steps(ids.long(), max_new_tokens, key_padding_mask, ends, sampling)
 
-    def _steps(self, step: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
+    def _steps(self, ids: Tensor, max_new_tokens: int, key_padding_mask: Tensor | None,
                ends: list[int], sampling: tuple) -> Iterator[Tensor]:  # fmt: skip
-        given = {"kv_caches": self.new_caches(), "last_only": True}
-        done = torch.zeros(len(step), 1, dtype=torch.bool, device=step.device)  # (B, 1)
+        caches = self.new_caches()
+        done = torch.zeros(len(ids), 1, dtype=torch.bool, device=ids.device)  # (B, 1)
         for _ in range(max_new_tokens):
-            training = [module for module in self.modules() if module.training]
-            try:
-                if training:
-                    self.eval()
-                with torch.no_grad():
-                    logits = self(step, key_padding_mask=key_padding_mask, **given)[:, 0]  # (B, V)
-                    drawn = pick_next_token(logits, *sampling)  # (B, 1)
-            finally:
-                for module in training:
-                    module.training = True
-            step = torch.where(done, step[:, -1:], drawn)  # (B, 1)
+            given = {"kv_caches": caches, "key_padding_mask": key_padding_mask, "last_only": True}
+            with torch.no_grad():
+                logits = self(ids, **given)[:, 0]  # (B, V)
+                drawn = pick_next_token(logits, *sampling)  # (B, 1)
+            ids = torch.where(done, ids[:, -1:], drawn)  # (B, 1): all that the next step reads
             for token in ends:
-                done = done | (step == token)
-            yield step.clone()  # what the caller does with it must not reach the next step
+                done = done | (ids == token)
+            yield ids.clone()  # what the caller does with it must not reach the next step
             if ends and done.all():
                 return
             if key_padding_mask is not None:
@@ -1150,9 +1250,9 @@ class DecoderOnlyLM(nn.Module):
                  eos_id: int | Iterable[int] | None = None,
                  generator: torch.Generator | None = None) -> Tensor:  # fmt: skip
         """Prompts [B, T] and what follows, int64 [B, T + n], a tensor of its own: see stream."""
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "eos_id": eos_id}
-        options |= {"key_padding_mask": key_padding_mask, "generator": generator}
-        steps = self.stream(ids, max_new_tokens, **options)
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        steps = self.stream(ids, max_new_tokens, key_padding_mask=key_padding_mask, eos_id=eos_id,
+                            generator=generator, **sampling)  # fmt: skip
         return torch.cat((ids.long(), *steps), dim=1)
 
 
@@ -1161,7 +1261,8 @@ def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None
     """Mean cross entropy of logits [B, T, V] at t against ids [B, T] at t + 1, in float32 or wider.
 
     A pair counts where both tokens are real (key_padding_mask [B, T], True = real) and the second
-    is to be predicted (predict [B, T]: the answer, not the prompt); 0 without any.
+    is to be predicted (predict [B, T]: the answer, not the prompt); 0 without any. ValueError for
+    other shapes or ids that are no tokens.
     """
     B, T, V = require_tensor("logits", logits, "B", "T", "V")
     require_tensor("ids", ids, B, T, kind="integer")
@@ -1173,7 +1274,7 @@ def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None
     if predict is not None:
         require_tensor("predict", predict, B, T, kind="bool")
         pairs = pairs & predict[:, 1:]
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    wide = at_least_float32(logits)
     log_probs = wide[:, :-1].log_softmax(dim=-1)  # (B, T-1, V)
     try:
         losses = -log_probs.gather(-1, targets[..., None])[..., 0]  # (B, T-1)
@@ -1187,7 +1288,10 @@ def next_token_loss(logits: Tensor, ids: Tensor, key_padding_mask: Tensor | None
 
 
 def attention_parameters(d_model: int, n_q_heads: int, n_kv_heads: int | None = None) -> int:
-    """2 d^2 (1 + G / H): q and o are d x d, k and v d x G d_h, with d = H d_h and no biases."""
+    """2 d^2 (1 + G / H): q and o are d x d, k and v d x G d_h, with d = H d_h and no biases.
+
+    Grouped heads are those of arXiv:2305.13245 §2. ValueError for sizes that do not divide.
+    """
     n_kv_heads = n_q_heads if n_kv_heads is None else n_kv_heads
     require_value(int, d_model=d_model, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads)
     if d_model % n_q_heads or n_q_heads % n_kv_heads:
@@ -1197,20 +1301,23 @@ def attention_parameters(d_model: int, n_q_heads: int, n_kv_heads: int | None = 
 
 
 def ffn_parameters(d_model: int, d_ff: int, gated: bool) -> int:
-    """3 d h with a gate, else 2 d h, without biases."""
+    """3 d h with a gate (arXiv:2002.05202 §2), else 2 d h, no biases. ValueError for sizes < 1."""
     require_value(int, d_model=d_model, d_ff=d_ff)
     return (3 if gated else 2) * d_model * d_ff
 
 
 def kv_cache_elements(n_kv_heads: int, head_dim: int) -> int:
-    """Numbers cached for one token in one layer: a key and a value for each KV head."""
+    """Numbers cached for one token in one layer: a key and a value for each KV head.
+
+    It is what arXiv:1911.02150 §3 makes small. ValueError for a number below 1.
+    """
     require_value(int, n_kv_heads=n_kv_heads, head_dim=head_dim)
     return 2 * n_kv_heads * head_dim
 
 
 def kv_cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, length: int, batch: int = 1,
                    bytes_per_element: int = 2) -> int:  # fmt: skip
-    """Bytes of the whole cache for batch sequences of length tokens."""
+    """Bytes of the cache for batch sequences of length tokens; ValueError for a number below 1."""
     require_value(int, n_layers=n_layers, length=length, batch=batch)
     require_value(int, bytes_per_element=bytes_per_element)
     elements = kv_cache_elements(n_kv_heads=n_kv_heads, head_dim=head_dim)
@@ -1220,7 +1327,8 @@ def kv_cache_bytes(n_layers: int, n_kv_heads: int, head_dim: int, length: int, b
 def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.0) -> int:
     """Llama's d_ff: two thirds of 4 d, times multiplier, rounded up to multiple_of.
 
-    Two thirds, because three matrices then hold what two of width 4 d do.
+    Two thirds, because three matrices then hold what two of width 4 d do (arXiv:2302.13971 §2.2).
+    ValueError for a number not above 0.
     """
     require_value(int, d_model=d_model, multiple_of=multiple_of)
     require_value(float, multiplier=multiplier)
@@ -1231,9 +1339,11 @@ def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.
 # === Argument checks: they raise before anything is changed, and also under python -O ========
 
 
-def require_value(kind: type, above: int = 0, **values: object) -> None:
-    """Refuse values of another kind: int or float (ints too) above a bound, or Callable."""
+def require_value(kind: type, above: int = 0, optional: bool = False, **values: object) -> None:
+    """Refuse values of another kind: int or float (ints too) above a bound, Callable, or None."""
     for name, value in values.items():
+        if optional and value is None:
+            continue
         kinds = (int, float) if kind is float else kind
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise TypeError(f"{name} must be {kind.__name__}, got {value!r}")
@@ -1247,8 +1357,7 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     """Refuse a tensor of another shape or kind of dtype ("floating", "bool", "integer").
 
     In shape a str names an axis of any size and a leading ... stands for any number of axes.
-    With a layer, the dtype must be that of its weight, except under autocast; what has been put in
-    its place, or hooked, may take any. Returns the shape.
+    With a layer, the dtype must be its weight's, but for autocast and hooks. Returns the shape.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -1260,22 +1369,14 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
         like = layer.weight.dtype
         if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
             raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
-    wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:] if shape[0] is ... else shape
-    fits = len(wanted) == len(sizes)
-    for want, have in zip(wanted, sizes):
-        fits = fits and (want == have or isinstance(want, str))
-    if not fits:
+    wanted = shape
+    if shape[0] is ...:  # as many axes as there are more, of any size
+        wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
+    fits = all(isinstance(want, str) or want == have for want, have in zip(wanted, sizes))
+    if not fits or len(wanted) != len(sizes):
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
         raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
     return sizes
-
-
-def require_parts(attn: object, ffn: object, d_ff: int, eps: float) -> None:
-    """Refuse what a block cannot be made of, before its first part draws weights."""
-    require_value(int, d_ff=d_ff)
-    require_value(float, eps=eps)
-    parts = {"attn": attn, "ffn": ffn}
-    require_value(Callable, **{name: part for name, part in parts.items() if part is not None})
 
 
 def require_fitting(attend: Callable[..., Tensor], n_q_heads: int, n_kv_heads: int, head_dim: int,
@@ -1300,15 +1401,15 @@ def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | Non
         raise ValueError(f"q needs a head_dim and a multiple of {G} heads, got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if scale is not None:
-        require_value(float, scale=scale)
-    if keep is None:
-        return None
-    require_tensor("keep", keep, ..., kind="bool")
-    sizes = zip(reversed(keep.shape), (S, T, 1, B))
-    if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
-        raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
-    return keep[(None,) * (4 - keep.dim())]
+    require_value(float, optional=True, scale=scale)
+    if keep is not None:
+        require_tensor("keep", keep, ..., kind="bool")
+        sizes = zip(reversed(keep.shape), (S, T, 1, B))
+        if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
+            raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
+        while keep.dim() < 4:
+            keep = keep[None]
+    return keep
 
 
 def require_routing(d_model: int, n_experts: int, top_k: int, scale: float, n_groups: int,
@@ -1333,7 +1434,8 @@ def require_mixture(router: object, experts: object, shared: object) -> list[nn.
     for name, parts in (("router", [router]), ("experts", experts), ("shared", shared)):
         if not all(isinstance(part, nn.Module) for part in parts):
             raise TypeError(f"{name} must be of torch modules, got {parts}")
-    wanted = getattr(router, "n_experts", max(len(experts), 1))
+    linear = getattr(router, "router", None)
+    wanted = getattr(linear, "out_features", max(len(experts), 1))
     if len(experts) != wanted:
         raise ValueError(f"experts must be the router's {wanted}, got {len(experts)}")
     return experts
@@ -1372,10 +1474,20 @@ def require_caches(kv_caches: object, n_layers: int) -> int:
         raise ValueError(f"kv_caches must have {n_layers} entries, got {len(kv_caches)}")
     if len(set(map(id, kv_caches))) != n_layers:
         raise ValueError(f"kv_caches must be {n_layers} different caches, got one twice")
-    lengths = {MultiHeadAttention.start_position(None, cache) for cache in kv_caches}
-    if len(lengths) != 1:
-        raise ValueError(f"kv_caches must hold equally many positions, got {sorted(lengths)}")
-    return lengths.pop()
+    lengths = [start_position(None, cache) for cache in kv_caches]
+    start = lengths[0] if lengths else 0
+    if any(length != start for length in lengths):  # compared one by one: a set is no graph
+        came = sorted(set(lengths))
+        raise ValueError(f"kv_caches must hold equally many positions, got {came}")
+    return start
+
+
+def require_forward_pass() -> None:
+    """Refuse an append within a backward pass: a recomputed forward would store its keys again."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError("kv_cache must not be appended to in a backward pass: a forward that is"
+                           " recomputed there (activation checkpointing) must go without a cache"
+                           )  # fmt: skip
 
 
 def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> None:
@@ -1389,7 +1501,7 @@ def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> Non
 
 def require_token_ids(eos_id: object, vocab_size: int) -> list[int]:
     """The one or several ids as a list; refuses what is no token."""
-    ends = [] if eos_id is None else [eos_id]
+    ends = [eos_id]
     if isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor)):
         ends = list(eos_id)
     for token in ends:
@@ -1404,12 +1516,10 @@ def require_sampling(temperature: float, top_k: int | None, top_p: float | None,
     """Refuse what generate cannot sample with."""
     if temperature != 0:
         require_value(float, temperature=temperature)
-    if top_k is not None:
-        require_value(int, top_k=top_k)
-    if top_p is not None:
-        require_value(float, top_p=top_p)
-        if top_p > 1:
-            raise ValueError(f"top_p must be at most 1, got {top_p}")
+    require_value(int, optional=True, top_k=top_k)
+    require_value(float, optional=True, top_p=top_p)
+    if top_p is not None and top_p > 1:
+        raise ValueError(f"top_p must be at most 1, got {top_p}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
 
@@ -2079,7 +2189,7 @@ def check_generation(device: str) -> dict[str, bool]:
     return check_sampling(device) | {
         "left padding, each row as alone": torch.equal(both, torch.cat((short, alone), 1)),
         "greedy and a generator leave the global one": untouched,
-        "training flags": modes == [False, True, True, False],
+        "training flags": modes == [True, True, True, False],
         "eos": ended[7] == [[5, 6, 7], [7, 7, 7]] and ended[0] == [[5, 6, 7, 8]],
         "several ids that end": ended[7, 6] == [[5, 6], [7, 7]],
         "stream": [(t.tolist(), t.zero_())[0] for t in counts.stream(prompts[:1], 2)]
