@@ -386,39 +386,6 @@ def test_appended_tensors_may_be_changed_by_the_caller_afterwards():
             assert torch.equal(cache.k, wanted), mode
 
 
-BAD_APPENDS = {
-    "batch": lambda: rows(1, B=1),
-    "heads": lambda: rows(1, G=1),
-    "width of k": lambda: rows(1, width_k=1),
-    "width of v": lambda: rows(1, width_v=4),
-    "dtype": lambda: rows(1, dtype=torch.float64),
-    "dtype of v": lambda: (torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 1).half()),
-    "integers": lambda: (torch.zeros(2, 3, 1, 4).long(), torch.zeros(2, 3, 1, 1).long()),
-    "lengths apart": lambda: (torch.randn(2, 3, 2, 4), torch.randn(2, 3, 1, 1)),
-    "three axes": lambda: (torch.randn(3, 1, 4), torch.randn(3, 1, 1)),
-    "v of three axes": lambda: (torch.randn(2, 3, 1, 4), torch.randn(3, 1, 1)),
-    "device": lambda: rows(1, device="meta"),
-    "no tensor": lambda: ([1.0], [1.0]),
-    "None": lambda: (torch.randn(2, 3, 1, 4), None),
-    "past max_len": lambda: rows(7),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad", BAD_APPENDS)
-def test_refused_append_leaves_the_cache_as_it_was(bad, mode):
-    cache = tb.KVCache(8)
-    with MODES[mode]():
-        k, v = (t.clone() for t in cache.append(*rows(2)))
-        with pytest.raises((ValueError, TypeError)):
-            cache.append(*BAD_APPENDS[bad]())
-        assert cache.next_pos == 2
-        assert_holds(cache, k, v)
-        more_k, more_v = rows(6)
-        cache.append(more_k, more_v)
-        assert_holds(cache, torch.cat((k, more_k), dim=2), torch.cat((v, more_v), dim=2))
-
-
 @pytest.mark.parametrize("max_len", [None, 8])
 @pytest.mark.parametrize("outside", ["grad", "no_grad"])
 def test_buffer_made_under_inference_mode_is_made_anew_outside(max_len, outside):

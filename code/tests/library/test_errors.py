@@ -219,7 +219,9 @@ def model_call(method):
     def make():
         built = model().train()
         built.blocks[0].eval()
-        return getattr(built, method), [built]
+        worked = []  # what is refused is refused before any work
+        built.embedding.register_forward_hook(lambda *_: worked.append("embedded"))
+        return getattr(built, method), [built, worked]
 
     padding = tensor(bools(B, T), "bool")
     ids = tensor(IDS, "integer", free=(0, 1), optional=False)
@@ -242,8 +244,8 @@ def model_call(method):
     if method == "stream":  # what lies in ids is seen by the first step
         ids = [w for w in ids if w.label not in ("past V", "negative")]
     ids.append(Wrong("empty", IDS[:, :0], ValueError, "none"))
-    right = bools(B, T)
-    right[1, -1] = False
+    right, hole, nothing = bools(3, B, T)
+    right[1, -1] = hole[1, 1] = nothing[1] = False
     too_many = Wrong("too many", MAX_LEN, ValueError, f"max_len={MAX_LEN}")
     return Call(
         make,
@@ -251,7 +253,12 @@ def model_call(method):
         {
             "ids": ids,
             "max_new_tokens": [*count(least=0), too_many],
-            "key_padding_mask": [*padding, Wrong("right", right, ValueError, "left")],
+            "key_padding_mask": [
+                *padding,
+                Wrong("right", right, ValueError, "left"),
+                Wrong("hole", hole, ValueError, "left"),
+                Wrong("nothing but padding", nothing, ValueError, "real"),
+            ],
             **SAMPLING,
             "eos_id": EOS_IDS,
         },
@@ -714,6 +721,7 @@ COMBINATIONS = {
     ),
     "append integers": (appended(NEW.long(), NEW.long()), TypeError, "k_new .*int64"),
     "append three axes": (appended(NEW[0], NEW[0]), ValueError, r"k_new .*\[2, 1, 2\]"),
+    "append v of three axes": (appended(NEW, NEW[0]), ValueError, r"v_new .*\[2, 1, 2\]"),
     "append a list": (appended(NEW.tolist(), NEW), TypeError, "k_new .*list"),
     "append None": (appended(NEW, None), TypeError, "v_new .*None"),
     "truncate to more": (truncated(PAST + 1), ValueError, "length .*2.*3"),
@@ -967,6 +975,8 @@ def state(watched):
     for one in watched:
         if isinstance(one, tb.KVCache):
             out.append((one.next_pos, *(None if t is None else t.tolist() for t in (one.k, one.v))))
+        elif isinstance(one, list):
+            out.append(list(one))
         else:
             out.append([module.training for module in one.modules()])
             out.append({name: w.tolist() for name, w in one.state_dict().items()})
