@@ -9,16 +9,12 @@ import pytest
 import reference
 import torch
 import transformer_block as tb
+from blocks import COS, DECODERS, LATENT, SIN, D, V, attention, decoder, language_model, latent, run
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
-
-D, D_FF, V, MAX_LEN = 12, 10, 23, 40
-COS, SIN = tb.build_rope_cache(MAX_LEN, 4)  # all rotated heads are 4 wide
-MLA = {"kv_rank": 5, "rope_dim": 4, "nope_dim": 3, "v_dim": 2}
 close = {"rtol": 0, "atol": 1e-10}
 
 MODES = {
@@ -28,56 +24,7 @@ MODES = {
 }
 
 
-def attention(H, G, **options):
-    return tb.MultiHeadAttention(D, H, G, head_dim=4, rope=True, **options)
-
-
-# From the numbers of query and KV heads, a block with every kind of sublayer once.
-DECODERS = {
-    "gpt2": lambda H, G: tb.GPT2StyleDecoderLayer(D, H, D_FF),
-    "modern": lambda H, G: tb.ModernDecoderBlock(D, H, G, D_FF, attn=attention(H, G)),
-    "modern fused": lambda H, G: tb.ModernDecoderBlock(
-        D, d_ff=D_FF, attn=attention(H, G, attend=tb.attend_fused, qk_norm=True)
-    ),
-    "modern mla": lambda H, G: tb.ModernDecoderBlock(
-        D, d_ff=D_FF, attn=tb.MultiHeadLatentAttention(D, H, **MLA)
-    ),
-    "modern mla moe": lambda H, G: tb.ModernDecoderBlock(
-        D, attn=tb.MultiHeadLatentAttention(D, H, **MLA, q_rank=7), ffn=tb.MoEFFN(D, D_FF)
-    ),
-    "parallel": lambda H, G: tb.ParallelDecoderBlock(D, H, G, D_FF),
-    "parallel rotated": lambda H, G: tb.ParallelDecoderBlock(
-        D, d_ff=D_FF, shared_norm=False, attn=attention(H, G, bias=True)
-    ),
-    "branch norm": lambda H, G: tb.BranchNormDecoderBlock(
-        D, d_ff=D_FF, attn=attention(H, G, logit_softcap=2.0, scale=0.7)
-    ),
-}
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
-
-
-def make(kind, H=4, G=2):
-    """The block in float64, every parameter drawn anew."""
-    block = DECODERS[kind](H, G).double()
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.normal_(std=0.5)
-    return block
-
-
-def run(block, x, **options):
-    if not isinstance(block, tb.GPT2StyleDecoderLayer):
-        options |= {"cos": COS, "sin": SIN}
-    return block(x, **options)
-
-
-def make_lm(**options):
-    torch.manual_seed(1)
-    model = tb.DecoderOnlyLM(V, D, 2, 3, 1, D_FF, max_len=MAX_LEN, **options).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5)
-    return model
 
 
 @st.composite
@@ -114,7 +61,7 @@ def causal(start, end, window=None):
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
 def test_any_split_equals_the_full_pass(kind, data, lengths, mode):
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    block = make(kind, *data.draw(st.sampled_from(HEADS[:2] if kind == "parallel" else HEADS)))
+    block = decoder(kind, *data.draw(st.sampled_from(HEADS[:2] if kind == "parallel" else HEADS)))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
     window = data.draw(st.sampled_from([None, None, 1, 2, 3]))
     padding = torch.rand(B, T) < 0.7 if data.draw(st.booleans()) else None
@@ -134,7 +81,7 @@ def test_any_split_equals_the_full_pass(kind, data, lengths, mode):
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
 def test_any_split_through_the_model_equals_its_full_pass(data, lengths, mode):
     windows = data.draw(st.sampled_from([None, [2, None], [1, 3]]))
-    model = make_lm(windows=windows, logit_softcap=data.draw(st.sampled_from([None, 3.0])))
+    model = language_model(windows=windows, logit_softcap=data.draw(st.sampled_from([None, 3.0])))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
     ids = torch.randint(0, V, (B, T))
     padding = torch.rand(B, T) < 0.7 if data.draw(st.booleans()) else None
@@ -151,7 +98,7 @@ def test_any_split_through_the_model_equals_its_full_pass(data, lengths, mode):
 @pytest.mark.parametrize("kind", DECODERS)
 def test_every_chunk_of_one_stream_may_run_in_another_mode(kind):
     torch.manual_seed(0)
-    block, x = make(kind), torch.randn(2, 6, D).double()
+    block, x = decoder(kind), torch.randn(2, 6, D).double()
     full = run(block, x)
     for modes in (("inference", "grad", "no_grad"), ("no_grad", "inference", "grad")):
         cache, outs = tb.KVCache(), []
@@ -185,7 +132,7 @@ def test_cached_keys_and_values_are_projected_normed_and_rotated_once(lengths):
 @pytest.mark.parametrize("lengths", [[6], [1] * 6, [4, 2]])
 def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
     torch.manual_seed(0)
-    attn = tb.MultiHeadLatentAttention(D, 4, **MLA).double()
+    attn = latent().double()
     nn.init.normal_(attn.kv_norm.weight)
     x, cache = torch.randn(2, 6, D).double(), tb.KVCache()
 
@@ -194,20 +141,20 @@ def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
 
     in_chunks(step, x, lengths, "no_grad")
     widths = cache.k.shape[-1] + cache.v.shape[-1]
-    assert widths == MLA["kv_rank"] + MLA["rope_dim"]
+    assert widths == LATENT["kv_rank"] + LATENT["rope_dim"]
     assert cache.k.shape[:3] == (2, 1, 6)
     p = {name: w.numpy() for name, w in attn.state_dict().items()}
     stored = torch.cat((cache.k, cache.v), dim=-1)[:, 0].numpy()
     for b in range(2):
         down = reference.linear(p, "kv_down", x[b].numpy())
-        latent = reference.rms_norm(p, "kv_norm", down[:, :5], 1e-6)
+        compressed = reference.rms_norm(p, "kv_norm", down[:, :5], 1e-6)
         shared = reference.rotate(down[None, :, 5:], 0, 4, 10000.0)[0]
-        np.testing.assert_allclose(stored[b], np.hstack((latent, shared)), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(stored[b], np.hstack((compressed, shared)), rtol=0, atol=1e-12)
 
 
 def test_latent_step_does_not_expand_the_cached_keys():
     """The absorbed form: a step's work in kv_up does not grow with the cache."""
-    attn, work = tb.MultiHeadLatentAttention(D, 4, **MLA), []
+    attn, work = latent(), []
     for length in (9, 21):
         cache = tb.KVCache()
         with torch.no_grad():
@@ -215,7 +162,9 @@ def test_latent_step_does_not_expand_the_cached_keys():
             with FlopCounterMode(display=False) as counter:
                 attn(torch.randn(1, 1, D), cos=COS, sin=SIN, kv_cache=cache)
         work.append(counter.get_total_flops())
-    a_key = 2 * 4 * (MLA["kv_rank"] + MLA["rope_dim"]) + 2 * 4 * MLA["kv_rank"]  # score, sum
+    a_key = (
+        2 * 4 * (LATENT["kv_rank"] + LATENT["rope_dim"]) + 2 * 4 * LATENT["kv_rank"]
+    )  # score, sum
     assert work[1] - work[0] == 12 * a_key
 
 
@@ -223,7 +172,7 @@ def test_latent_step_does_not_expand_the_cached_keys():
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2], [2, 0, 1, 2]])
 def test_gradients_through_cached_chunks_equal_those_of_the_full_pass(kind, lengths):
     torch.manual_seed(0)
-    block, x = make(kind), torch.randn(2, 5, D).double().requires_grad_()
+    block, x = decoder(kind), torch.randn(2, 5, D).double().requires_grad_()
     weighting, cache = torch.randn(2, 5, D).double(), tb.KVCache()
 
     def step(part):
@@ -241,7 +190,7 @@ def test_gradients_through_cached_chunks_equal_those_of_the_full_pass(kind, leng
 
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2]])
 def test_model_gradients_through_cached_chunks_equal_those_of_the_full_pass(lengths):
-    model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
+    model, ids = language_model(windows=[2, None]), torch.arange(10).view(2, 5)
     caches = model.new_caches()
 
     def step(part):
@@ -468,7 +417,7 @@ def test_copies_of_a_cache_with_a_graph_behind_it():
 
 def test_truncate_and_append_decode_as_if_the_rest_had_never_been():
     torch.manual_seed(0)
-    block, x = make("modern"), torch.randn(2, 6, D).double()
+    block, x = decoder("modern"), torch.randn(2, 6, D).double()
     with torch.no_grad():
         cache = tb.KVCache()
         run(block, x[:, :3], kv_cache=cache)
@@ -520,7 +469,7 @@ def test_block_alone_that_raises_keeps_what_was_stored_and_truncate_takes_the_re
     kind, filled, mode
 ):
     torch.manual_seed(0)
-    block, cache, x = make(kind), tb.KVCache(), torch.randn(2, 5, D).double()
+    block, cache, x = decoder(kind), tb.KVCache(), torch.randn(2, 5, D).double()
     full, start, raised = run(block, x), 2 * filled, 0
     with MODES[mode]():
         if filled:
@@ -547,7 +496,7 @@ def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
     def interrupted(*_args, **_options):
         raise error
 
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     caches, full = [tb.KVCache(6), tb.KVCache()], model(ids)
     with MODES[mode]():
         model(ids[:, :3], kv_caches=caches)
@@ -563,7 +512,7 @@ def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("filled", [False, True])
 def test_model_that_raises_anywhere_leaves_all_caches(filled, mode):
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     parts = [m for m in model.modules() if m is not model and not isinstance(m, nn.ModuleList)]
     caches, full = model.new_caches(), model(ids)
     with MODES[mode]():
