@@ -9,7 +9,10 @@ import pytest
 import reference
 import torch
 import transformer_block as tb
-from blocks import COS, DECODERS, LATENT, SIN, D, V, attention, decoder, language_model, latent, run
+from blocks import COS, DECODERS, SIN, D, V, attention, latent, run
+from blocks import LATENT as MLA
+from blocks import decoder as make
+from blocks import language_model as make_lm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -61,7 +64,7 @@ def causal(start, end, window=None):
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
 def test_any_split_equals_the_full_pass(kind, data, lengths, mode):
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    block = decoder(kind, *data.draw(st.sampled_from(HEADS[:2] if kind == "parallel" else HEADS)))
+    block = make(kind, *data.draw(st.sampled_from(HEADS[:2] if kind == "parallel" else HEADS)))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
     window = data.draw(st.sampled_from([None, None, 1, 2, 3]))
     padding = torch.rand(B, T) < 0.7 if data.draw(st.booleans()) else None
@@ -81,7 +84,7 @@ def test_any_split_equals_the_full_pass(kind, data, lengths, mode):
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
 def test_any_split_through_the_model_equals_its_full_pass(data, lengths, mode):
     windows = data.draw(st.sampled_from([None, [2, None], [1, 3]]))
-    model = language_model(windows=windows, logit_softcap=data.draw(st.sampled_from([None, 3.0])))
+    model = make_lm(windows=windows, logit_softcap=data.draw(st.sampled_from([None, 3.0])))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
     ids = torch.randint(0, V, (B, T))
     padding = torch.rand(B, T) < 0.7 if data.draw(st.booleans()) else None
@@ -98,7 +101,7 @@ def test_any_split_through_the_model_equals_its_full_pass(data, lengths, mode):
 @pytest.mark.parametrize("kind", DECODERS)
 def test_every_chunk_of_one_stream_may_run_in_another_mode(kind):
     torch.manual_seed(0)
-    block, x = decoder(kind), torch.randn(2, 6, D).double()
+    block, x = make(kind), torch.randn(2, 6, D).double()
     full = run(block, x)
     for modes in (("inference", "grad", "no_grad"), ("no_grad", "inference", "grad")):
         cache, outs = tb.KVCache(), []
@@ -141,7 +144,7 @@ def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
 
     in_chunks(step, x, lengths, "no_grad")
     widths = cache.k.shape[-1] + cache.v.shape[-1]
-    assert widths == LATENT["kv_rank"] + LATENT["rope_dim"]
+    assert widths == MLA["kv_rank"] + MLA["rope_dim"]
     assert cache.k.shape[:3] == (2, 1, 6)
     p = {name: w.numpy() for name, w in attn.state_dict().items()}
     stored = torch.cat((cache.k, cache.v), dim=-1)[:, 0].numpy()
@@ -162,9 +165,7 @@ def test_latent_step_does_not_expand_the_cached_keys():
             with FlopCounterMode(display=False) as counter:
                 attn(torch.randn(1, 1, D), cos=COS, sin=SIN, kv_cache=cache)
         work.append(counter.get_total_flops())
-    a_key = (
-        2 * 4 * (LATENT["kv_rank"] + LATENT["rope_dim"]) + 2 * 4 * LATENT["kv_rank"]
-    )  # score, sum
+    a_key = 2 * 4 * (MLA["kv_rank"] + MLA["rope_dim"]) + 2 * 4 * MLA["kv_rank"]  # score, sum
     assert work[1] - work[0] == 12 * a_key
 
 
@@ -172,7 +173,7 @@ def test_latent_step_does_not_expand_the_cached_keys():
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2], [2, 0, 1, 2]])
 def test_gradients_through_cached_chunks_equal_those_of_the_full_pass(kind, lengths):
     torch.manual_seed(0)
-    block, x = decoder(kind), torch.randn(2, 5, D).double().requires_grad_()
+    block, x = make(kind), torch.randn(2, 5, D).double().requires_grad_()
     weighting, cache = torch.randn(2, 5, D).double(), tb.KVCache()
 
     def step(part):
@@ -190,7 +191,7 @@ def test_gradients_through_cached_chunks_equal_those_of_the_full_pass(kind, leng
 
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2]])
 def test_model_gradients_through_cached_chunks_equal_those_of_the_full_pass(lengths):
-    model, ids = language_model(windows=[2, None]), torch.arange(10).view(2, 5)
+    model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
     caches = model.new_caches()
 
     def step(part):
@@ -417,7 +418,7 @@ def test_copies_of_a_cache_with_a_graph_behind_it():
 
 def test_truncate_and_append_decode_as_if_the_rest_had_never_been():
     torch.manual_seed(0)
-    block, x = decoder("modern"), torch.randn(2, 6, D).double()
+    block, x = make("modern"), torch.randn(2, 6, D).double()
     with torch.no_grad():
         cache = tb.KVCache()
         run(block, x[:, :3], kv_cache=cache)
@@ -469,7 +470,7 @@ def test_block_alone_that_raises_keeps_what_was_stored_and_truncate_takes_the_re
     kind, filled, mode
 ):
     torch.manual_seed(0)
-    block, cache, x = decoder(kind), tb.KVCache(), torch.randn(2, 5, D).double()
+    block, cache, x = make(kind), tb.KVCache(), torch.randn(2, 5, D).double()
     full, start, raised = run(block, x), 2 * filled, 0
     with MODES[mode]():
         if filled:
@@ -496,7 +497,7 @@ def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
     def interrupted(*_args, **_options):
         raise error
 
-    model, ids = language_model(), torch.arange(10).view(2, 5)
+    model, ids = make_lm(), torch.arange(10).view(2, 5)
     caches, full = [tb.KVCache(6), tb.KVCache()], model(ids)
     with MODES[mode]():
         model(ids[:, :3], kv_caches=caches)
@@ -512,7 +513,7 @@ def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("filled", [False, True])
 def test_model_that_raises_anywhere_leaves_all_caches(filled, mode):
-    model, ids = language_model(), torch.arange(10).view(2, 5)
+    model, ids = make_lm(), torch.arange(10).view(2, 5)
     parts = [m for m in model.modules() if m is not model and not isinstance(m, nn.ModuleList)]
     caches, full = model.new_caches(), model(ids)
     with MODES[mode]():
