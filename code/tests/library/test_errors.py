@@ -220,7 +220,7 @@ def model_call(method):
         built = model().train()
         built.blocks[0].eval()
         worked = []  # what is refused is refused before any work
-        built.embedding.register_forward_hook(lambda *_: worked.append("embedded"))
+        built.blocks[0].register_forward_hook(lambda *_: worked.append("a block"))
         return getattr(built, method), [built, worked]
 
     padding = tensor(bools(B, T), "bool")
