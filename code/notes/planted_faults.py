@@ -10,7 +10,6 @@ import ast
 import difflib
 import functools
 import itertools
-import re
 import sys
 import types
 from collections.abc import Iterable
@@ -20,9 +19,6 @@ from typing import NamedTuple
 import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "transformer_block.py"
-NOTES = SCRIPT.parents[1] / "transformer_block_tutorial.md"
-TABLE = re.compile(r"(?<=<!-- faults -->\n\n).*?(?=\n\n<!-- /faults -->)", re.S)
-CLASSICS_TABLE = re.compile(r"(?<=<!-- classics -->\n\n).*?(?=\n\n<!-- /classics -->)", re.S)
 
 
 class Fault(NamedTuple):
@@ -1076,18 +1072,13 @@ def main(argv: list[str] | None = None) -> int:
         "names", nargs="*", metavar="NAME", help="faults: their change and what the demos then say"
     )
     parser.add_argument("--list", action="store_true", help="the names and what one would see")
-    parser.add_argument("--write", action="store_true", help="put the table into the notes")
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
     options = parser.parse_args(argv)
     chosen = list(dict.fromkeys(fault_named(parser, name) for name in options.names))
-    if bool(chosen) + options.list + options.write > 1:
-        parser.error("names, --list and --write exclude each other")
+    if chosen and options.list:
+        parser.error("names and --list exclude each other")
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
-    if options.write:
-        notes = NOTES.read_text(encoding="utf-8")
-        notes = CLASSICS_TABLE.sub(lambda _: classics(), TABLE.sub(lambda _: table(), notes))
-        NOTES.write_text(notes, encoding="utf-8")
-    elif options.list:
+    if options.list:
         width = max(map(len, BY_NAME))
         print("\n".join(f"{fault.name:{width}}  {fault.symptom}" for fault in FAULTS))
     else:

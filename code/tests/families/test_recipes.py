@@ -13,6 +13,8 @@ import torch
 import transformer_block as tb
 from recipes import RECIPES
 
+from notes import build
+
 CODE = Path(__file__).resolve().parents[2]
 NOTES = (CODE.parent / "transformer_block_tutorial.md").read_text(encoding="utf-8")
 
@@ -176,11 +178,9 @@ def test_the_notes_have_what_the_models_show():
     assert list(note_tables()[tuple(recipes.FRONT)]) == recipes.FRONT_MODELS
 
 
-def test_markdown_is_what_the_notes_hold(run):
-    tables = re.findall(r"(?:^\|.*\n?)+", run("--markdown"), re.M)
-    assert len(tables) == 1 + len(recipes.TABLES)
-    for table in tables:
-        assert table.strip() in NOTES
+def test_tables_of_the_notes_are_not_stale():
+    assert len(build.RECIPES.findall(NOTES)) == 1 + len(recipes.TABLES)
+    assert build.stale("recipes") == [], "python code/notes/build.py recipes"
 
 
 def test_overview_has_a_line_for_each_model(run):

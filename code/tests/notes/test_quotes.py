@@ -33,11 +33,9 @@ def words(text: str) -> str:
     return re.sub(r"(`+)[^`].*?\1", "", text)
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_quotes_are_those_of_the_code_and_the_benchmark(name):
-    text = DOCUMENTS[name]
-    assert build.rewritten(text) == text, "python code/notes/build.py writes them anew"
-    assert build.BENCHMARK.search(text) or build.FIGURE.search(text)
+@pytest.mark.parametrize("kind", ["quotes", "benchmark", "links"])
+def test_nothing_is_stale(kind):
+    assert build.stale(kind) == [], f"python code/notes/build.py {kind}"
 
 
 def test_every_python_fence_is_a_quote():
@@ -45,17 +43,29 @@ def test_every_python_fence_is_a_quote():
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes"),
+    ("kind", "was", "becomes"),
     [
-        ("def rotate(x, positions", "def rotate(y, positions"),
-        ("def absorbed(self, q_nope", "def absorbed(self, q"),
-        ("[§5.4]: #54-mla", "[§5.4]: #53-cache-contracts"),
+        ("quotes", "def rotate(x, positions", "def rotate(y, positions"),
+        ("quotes", "def absorbed(self, q_nope", "def absorbed(self, q"),
+        ("benchmark", "<!-- prefill-2048-explicit-eager", "9<!-- prefill-2048-explicit-eager"),
+        ("links", "[§5.4]: #54-mla", "[§5.4]: #53-cache-contracts"),
     ],
 )
-def test_a_changed_quote_or_target_is_seen(was, becomes):
-    changed = TEXT.replace(was, becomes)
-    assert changed != TEXT
-    assert build.rewritten(changed) == TEXT
+def test_what_is_stale_is_found_and_written(kind, was, becomes, tmp_path, monkeypatch, capsys):
+    changed = tmp_path / "notes.md"
+    changed.write_text(TEXT.replace(was, becomes, 1), encoding="utf-8")
+    monkeypatch.setattr(build, "DOCUMENTS", (changed,))
+    line = TEXT[: TEXT.index(was)].count("\n") + 1
+    assert build.main([kind, "--check"]) == 1
+    assert capsys.readouterr().out == f"notes.md:{line}: {kind} stale\n"
+    assert build.main([kind]) == 0
+    assert changed.read_text(encoding="utf-8") == TEXT
+    assert build.main([kind, "--check"]) == 0
+
+
+@pytest.mark.parametrize("mark", ["RECIPES", "FAULTS", "JUDGE", "LINKS", "BENCHMARK", "FIGURE"])
+def test_marks_of_each_kind_stand_in_the_documents(mark):
+    assert any(getattr(build, mark).search(text) for text in DOCUMENTS.values())
 
 
 def test_a_quote_of_the_whiteboard_runs_by_itself():
