@@ -31,6 +31,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # a collection would walk the half million objects that importing torch makes
@@ -2125,7 +2126,7 @@ def check_sampling(device: str) -> dict[str, bool]:
         "top_p of 1 keeps all": drawn_from[4].gt(0).all(),  # the first alone rounds to 1
         "top_p reached by the first": pick_next_token(shared, 1.0, top_p=0.2).unique().numel() == 1,
         "a tiny temperature": pick_next_token(logits, 1e-320).tolist() == [[1], [4]],
-        "the generator": torch.equal(*drawn) and len(drawn[0].unique()) == 5,
+        "the generator": torch.equal(*drawn) and len(drawn[0].unique()) > 1,
     }
 
 
@@ -2842,75 +2843,239 @@ def check_devices(device: str) -> dict[str, bool]:
 # === Command line ============================================================================
 
 
+MAIN_TOOLS = ("demo_", "check_", "prove_", "reference_", "main")  # they prove, and are no library
+MAIN_NEIGHBOURS = {  # files beside this one, and the command that prints what they define
+    "whiteboard.py": "practice.py answer",
+    "whiteboard/*.py": "practice.py answer",
+    "after_2025.py": "after_2025.py --show",
+}
+
+
 def main_demos() -> dict[str, Callable]:
     """The demos by id, in order."""
-    return {n[5:]: f for n, f in sorted(globals().items()) if n.startswith("demo_D")}
+    demos = [demo_D01, demo_D02, demo_D03, demo_D04, demo_D05, demo_D06, demo_D07, demo_D08]
+    demos += [demo_D09, demo_D10, demo_D11, demo_D12, demo_D13, demo_D14, demo_D15]
+    return {demo.__name__[5:]: demo for demo in demos}
 
 
-def main_file(parser: argparse.ArgumentParser) -> tuple[dict[str, tuple[str, ast.AST]], list]:
-    """Text and syntax tree of each definition in this file, or zip, by name; and its imports."""
-    file, spec = Path(globals().get("__file__", ".")), globals().get("__spec__")
+def main_text(file: str, spec: object = None) -> str | None:
+    """The text of a module, from its file or the zip that its spec names; None without either.
+
+    Of a module of the project: main_text(module.__file__, module.__spec__).
+    """
     try:
-        source = file.read_text("utf-8") if file.is_file() else spec.loader.get_source(spec.name)
-        lines, tree = source.splitlines(keepends=True), ast.parse(source)
+        if Path(file).is_file():
+            return Path(file).read_text("utf-8")
+        return spec.loader.get_source(spec.name)
     except (AttributeError, ImportError, UnicodeDecodeError):  # from a pipe, or bytecode alone
-        parser.error("this prints from the script's file, and the script was not run from a file")
-    definitions, imports = {}, []
-    for node in tree.body:
-        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        name = getattr(node, "name", "")
-        name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else name
-        named = {name: node} if name else {}
+        return None
+
+
+def main_definitions(text: str) -> tuple[dict[str, tuple[str, ast.stmt]], list[ast.stmt]]:
+    """Source and syntax tree of each definition in a module's text, by name; and its imports.
+
+    Definitions are functions, classes, their methods ("KVCache.append", without indentation) and
+    constants, in the order of the file.
+    """
+    lines, definitions, imports = text.splitlines(keepends=True), {}, []
+    for node in ast.parse(text).body:
+        named = {}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append(node)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            named[node.name] = node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            parts = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+            named = {part.id: node for part in parts if isinstance(part.ctx, ast.Store)}
         if isinstance(node, ast.ClassDef):
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-            named |= {f"{node.name}.{part.name}": part for part in methods}
+            named |= {f"{node.name}.{method.name}": method for method in methods}
         for name, part in named.items():
-            start = min([part.lineno, *(d.lineno for d in getattr(part, "decorator_list", []))])
-            text = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
-            definitions[name] = text, part
+            decorators = getattr(part, "decorator_list", [])
+            start = min([part.lineno, *(decorator.lineno for decorator in decorators)])
+            source = textwrap.dedent("".join(lines[start - 1 : part.end_lineno]))
+            definitions[name] = source.rstrip("\n") + "\n", part
     return definitions, imports
 
 
-def main_name(parser: argparse.ArgumentParser, kind: str, given: str, names: Iterable[str]) -> str:
-    """The name that is meant, in any case; an error with the nearest, or the public ones."""
-    known, word, demo = {name.lower(): name for name in names}, given.lower(), given.upper()
-    if word in known:
-        return known[word]
-    if kind == "name" and demo in main_demos():
-        parser.error(f"{demo} is a demo: {demo} alone runs it, --show demo_{demo} prints it")
-    ours = {n.lower() for n, v in globals().items() if getattr(v, "__module__", "") == __name__}
-    if kind == "demo" and word.partition(".")[0] in ours:
-        parser.error(f"{given} is no demo; to print it: --show {given}")
-    helpers = ("demo_", "check_", "reference_", "main", "require_", "_")
-    public = [name for name in known if not name.startswith(helpers)]
-    near = [name for name in public if word in name and len(word) > 2]
-    near = [*dict.fromkeys(near + difflib.get_close_matches(word, public))][:5]
-    hints = [f"nearest: {', '.join(known[name] for name in near)}"] if near else []
-    if kind == "demo" or not near:
-        hints += [f"known: {', '.join(known[name] for name in public if '.' not in name)}"]
-    parser.error(f"unknown {kind} {given}; {'; '.join(hints)}")
+def main_homes(parsed: dict) -> tuple[dict, dict]:
+    """Where what a module reads is defined, by module and name; and each module's other imports.
+
+    Those are (name, (module, what is imported)), with "" for `import what`.
+    """
+    homes, others = {}, {module: [] for module in parsed}
+    for module, (definitions, imports) in parsed.items():
+        for node in imports:
+            source = "." * getattr(node, "level", 0) + (getattr(node, "module", "") or "")
+            near = [m for m in parsed if source in (m, f".{m.rpartition('.')[2]}")]
+            for alias in node.names:
+                if near and alias.asname is None:
+                    home = near[0], alias.name
+                    homes[module, alias.name] = homes.get(home, home)
+                else:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    others[module].append((name, (source, ast.unparse(alias))))
+        homes |= {(module, name): (module, name) for name in definitions}
+    return homes, others
 
 
-def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
-    """The imports and definitions that the named ones need, in this file's order; then methods."""
-    definitions, imports = main_file(parser)
-    names = [main_name(parser, "name", name, definitions) for name in names]
-    needed, queue, words = set(), [name for name in names if "." not in name], set()
+def main_header(imports: Iterable[tuple[str, str]]) -> str:
+    """Imports (module, name), those of the standard library first, sorted as ruff sorts them."""
+    lines, names = [f"import {name}" for module, name in sorted(imports) if not module], {}
+    for module, name in sorted(imports):
+        names.setdefault(module, []).append(name)
+    for module in sorted(names.keys() - {""}):
+        line = f"from {module} import {', '.join(names[module])}"
+        if len(line) > 100:
+            line = f"from {module} import ({', '.join(names[module])})"
+            line = textwrap.fill(line, 100, subsequent_indent=" " * (line.index("(") + 1))
+        lines.append(line)
+    standard = [n for n in lines if n.split()[1].partition(".")[0] in sys.stdlib_module_names]
+    others = [line for line in lines if line not in standard]
+    return "\n".join("".join(f"{line}\n" for line in part) for part in (standard, others) if part)
+
+
+def main_source(names: Iterable[str], modules: dict[str, str], imported: Iterable[str] = ()) -> str:
+    """Definitions with all that they need and the imports: a text that runs by itself.
+
+    modules holds the texts of the project's modules by the names they are imported under, each
+    behind those it imports from: {"transformer_block": main_text(tb.__file__), "after_2025": …}.
+    What one imports from another (from transformer_block import RMSNorm) is printed too, or, if it
+    is listed in imported, imported. A module imported whole (import transformer_block as tb) stays
+    an import. Methods ("KVCache.append") come last, as they stand, without what they need. Raises
+    KeyError for a name that no module defines; of two definitions with one name the later module's
+    is meant, and ValueError says where both would be needed.
+    """
+    parsed = {module: main_definitions(text) for module, text in modules.items()}
+    homes, others = main_homes(parsed)
+    defined = {(module, name): d for module, part in parsed.items() for name, d in part[0].items()}
+    latest = {name: (module, name) for module, name in defined}
+    asked, imported = [latest[name] for name in names], set(imported)
+    needed, imports, queue = set(), set(), [home for home in asked if "." not in home[1]]
     while queue:
-        name = queue.pop()
-        if name not in needed:
-            needed.add(name)
-            text, tree = definitions[name]
-            table = text.replace(".", " ") if isinstance(tree, ast.Assign) else ""  # names classes
-            words.update(table.split(), (p.id for p in ast.walk(tree) if isinstance(p, ast.Name)))
-            queue += words & definitions.keys() - needed
-    header = ""
-    for node in imports:
-        node.names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in words]
-        header += f"{ast.unparse(node)}\n" if node.names else ""
-    chosen = [name for name in definitions if name in needed] + [n for n in names if "." in n]
-    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
+        home = queue.pop()
+        if home in needed:
+            continue
+        needed.add(home)
+        words = {part.id for part in ast.walk(defined[home][1]) if isinstance(part, ast.Name)}
+        imports |= {line for word, line in others[home[0]] if word in words}
+        used = {homes[home[0], word] for word in words if (home[0], word) in homes}
+        left_out = {home for home in used if home[1] in imported and home not in asked}
+        imports |= left_out
+        queue += used - left_out
+    if len({name for _, name in needed}) < len(needed):
+        raise ValueError(f"{', '.join(names)}: two modules define a name that is needed")
+    chosen = [home for home in defined if home in needed] + [h for h in asked if "." in h[1]]
+    texts, header = dict.fromkeys(defined[home][0] for home in chosen), main_header(imports)
     return "\n\n".join([header, *texts] if header else texts)
+
+
+def main_nearest(word: str, names: Iterable[str]) -> list[str]:
+    """Up to five names that a mistyped word may mean, in any case, likeliest first."""
+    known, word = {name.lower(): name for name in names}, word.lower()
+    near = [name for name in known if len(word) > 2 and word in name]
+    near += difflib.get_close_matches(word, known, n=5)
+    return [known[name] for name in dict.fromkeys(near)][:5]
+
+
+def main_unknown(parser: argparse.ArgumentParser, kind: str, word: str, names: Iterable[str],
+                 all_known: bool = False) -> NoReturn:  # fmt: skip
+    """One line for an unknown name: the nearest; all known ones where none is near, or wished."""
+    names = list(names)
+    near = main_nearest(word, names)
+    hints = [f"nearest: {', '.join(near)}"] if near else []
+    if all_known or not near:
+        hints.append(f"known: {', '.join(name for name in names if '.' not in name)}")
+    parser.error(f"unknown {kind} {word}; {'; '.join(hints)}")
+
+
+def main_program(parser: argparse.ArgumentParser, argv: list[str] | None,
+                 answer: Callable[[argparse.Namespace], int]) -> int:  # fmt: skip
+    """The exit status of a program whose parsed options answer takes; prints no traceback.
+
+    A wrong call (parser.error) is one line and status 2, a reader that has gone (`… | head -1`)
+    status 1, and characters that the terminal has not are replaced.
+    """
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
+    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
+    errors = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="replace")
+    try:
+        try:
+            status = answer(parser.parse_args(argv))
+        except SystemExit as stop:  # --help, and wrong calls
+            status = stop.code
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    finally:
+        for stream, before in zip(streams, errors):
+            stream.reconfigure(errors=before)
+    return status
+
+
+def main_own_text(parser: argparse.ArgumentParser) -> str:
+    """The text of this module."""
+    text = main_text(globals().get("__file__", ""), globals().get("__spec__"))
+    if text is None:
+        parser.error("this prints from the script's file, and the script was not run from a file")
+    return text
+
+
+def main_demo_id(parser: argparse.ArgumentParser, given: str) -> str:
+    """D04 for "d04", "D4" and the like."""
+    demos, word = main_demos(), given.upper()
+    if word[1:].isdecimal():
+        word = f"{word[0]}{int(word[1:]):02}"
+    if word in demos:
+        return word
+    text = main_text(globals().get("__file__", ""), globals().get("__spec__"))
+    known = {name.lower() for name in main_definitions(text or "")[0]}
+    if given.lower() in known:
+        parser.error(f"{given} is no demo; to print it: --show {given}")
+    main_unknown(parser, "demo", given, demos, all_known=True)
+
+
+def main_defined(parser: argparse.ArgumentParser, given: str, names: Iterable[str]) -> str:
+    """The definition that is meant, in any case; an error says where else it may stand."""
+    known, demo = {name.lower(): name for name in names}, given.upper()
+    if given.lower() in known:
+        return known[given.lower()]
+    if demo in main_demos():
+        parser.error(f"{demo} is a demo: {demo} alone runs it, --show demo_{demo} prints it")
+    folder = Path(globals().get("__file__", "")).resolve().parent
+    for pattern, command in MAIN_NEIGHBOURS.items():
+        for file in sorted(folder.glob(pattern)):
+            theirs = main_definitions(main_text(str(file)) or "")[0]
+            theirs = {name.lower(): name for name in theirs if not name.startswith(MAIN_TOOLS)}
+            if name := theirs.get(given.lower()):
+                place = folder / pattern.partition("/")[0]
+                place, program = (f"{folder.name}/{part}" for part in (place.name, command))
+                parser.error(f"{name} stands in {place}: python3 {program} {name}")
+    hidden = (*MAIN_TOOLS, "require_", "_")
+    public = [name for word, name in known.items() if not word.startswith(hidden)]
+    main_unknown(parser, "name", given, public)
+
+
+def main_show(parser: argparse.ArgumentParser, given: list[str]) -> str:
+    """What --show prints. A demo, or a tool of theirs, imports the library part."""
+    text = main_own_text(parser)
+    definitions = main_definitions(text)[0]
+    names = [main_defined(parser, name, definitions) for name in given]
+    library = [name for name in definitions if not name.lower().startswith(MAIN_TOOLS)]
+    alone = any(name in library for name in names)
+    return main_source(names, {"transformer_block": text}, () if alone else library)
+
+
+def main_list(parser: argparse.ArgumentParser) -> str:
+    """A line for each demo: what it proves."""
+    claims = {name: demo.__doc__ for name, demo in main_demos().items()}
+    if None in claims.values():  # under -OO they stand in the file alone
+        definitions = main_definitions(main_own_text(parser))[0]
+        claims = {name: ast.get_docstring(definitions[f"demo_{name}"][1]) for name in claims}
+    return "".join(f"{name}  {claim}\n" for name, claim in claims.items())
 
 
 def main_verdict(demo: Callable, device: str) -> tuple[bool, str]:
@@ -2927,7 +3092,8 @@ def main_run(demos: dict[str, Callable], device: str, closing: str) -> int:
     for name, demo in demos.items():
         ok, text = main_verdict(demo, device)
         print(f"[{name}] {text}  {'PASS' if ok else 'FAIL'}", flush=True)
-        failed += [] if ok else [name]
+        if not ok:
+            failed.append(name)
     if failed:
         print(f"\n{len(failed)} of {len(demos)} FAILED: {', '.join(failed)}")
     elif closing:
@@ -2937,21 +3103,13 @@ def main_run(demos: dict[str, Callable], device: str, closing: str) -> int:
 
 def main_answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Do what the options ask for; the exit status."""
-    demos = main_demos()
-    ids = [main_name(parser, "demo", name, demos) for name in options.ids]
+    demos, ids = main_demos(), [main_demo_id(parser, name) for name in options.ids]
     asked = {"--list": options.list, "--show": options.show, "--device": options.device}
     asked = [name for name, value in {**asked, "demo ids": ids}.items() if value]
     if len(asked) > 1 and asked[0] != "--device":
         parser.error(f"{' and '.join(asked)} exclude each other: give one of them")
-    if options.show:
-        print(main_source(parser, options.show), end="")
-        return 0
-    if options.list:
-        claims = [demo.__doc__ for demo in demos.values()]
-        if None in claims:  # under -OO they stand in the file alone
-            trees = {name: tree for name, (_, tree) in main_file(parser)[0].items()}
-            claims = [ast.get_docstring(trees[demo.__name__]) for demo in demos.values()]
-        print("\n".join(map("  ".join, zip(demos, claims))))
+    if options.show or options.list:
+        print(main_show(parser, options.show) if options.show else main_list(parser), end="")
         return 0
     device = options.device or "cpu"
     try:
@@ -2970,27 +3128,10 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("ids", nargs="*", metavar="ID", help="demos to run (default: D01 to D15)")
     add("--list", action="store_true", help="a line for each demo: what it proves")
-    add("--show", nargs="+", action="extend", default=[], metavar="NAME",
-        help="source of a definition with all that it needs, or of Class.method")  # fmt: skip
+    about = "source of a definition with all that it needs, or of Class.method"
+    add("--show", nargs="+", action="extend", default=[], metavar="NAME", help=about)
     add("--device", help="cpu, cuda or mps (default: cpu)")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    streams = [s for s in (sys.stdout, sys.stderr) if hasattr(s, "reconfigure")]
-    errors = [stream.errors for stream in streams]
-    for stream in streams:
-        stream.reconfigure(errors="replace")  # a terminal without ✓ and Δ must not stop the run
-    try:
-        try:
-            status = main_answer(parser, parser.parse_args(argv))
-        except SystemExit as stop:  # --help, and wrong calls
-            status = stop.code
-        print(end="", flush=True)
-    except BrokenPipeError:  # the reader has gone, as in `… | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
-    finally:
-        for stream, before in zip(streams, errors):
-            stream.reconfigure(errors=before)
-    return status
+    return main_program(parser, argv, functools.partial(main_answer, parser))
 
 
 if __name__ == "__main__":
