@@ -412,8 +412,7 @@ def test_neighbours_say_where_they_live(tmp_path, capsys):
     assert f"MadeUp stands in {folder}/whiteboard: python3 {folder}/practice.py answer" in line
 
 
-MODULES = {
-    "below": """
+BELOW = """
 import math
 from functools import partial
 
@@ -426,8 +425,8 @@ def area(r):
 
 def unused():
     return partial
-""",
-    "above": """
+"""
+ABOVE = """
 import math as m
 from collections import deque, OrderedDict
 from below import area
@@ -444,46 +443,31 @@ class Circle:
 
 def whole():
     return below.unused(), deque()
-""",
-}
+"""
 
 
 def test_a_definition_of_a_module_that_imports_from_another():
-    text = tb.main_source(["Circle"], MODULES)
+    text = tb.main_source(["Circle"], BELOW, ABOVE)
     assert text.startswith("import math\nimport math as m\n\n\nSIZE = 3  # of everything\n\n\ndef ")
     assert definitions(text) == ["area", "Circle"]
     namespace = {}
     exec(text, namespace)
     assert namespace["Circle"]().size() == pytest.approx(12 * 3.141592653589793)
     assert namespace["Circle"]().root() == 2
-    text = tb.main_source(["Circle"], MODULES, imported=["area"])
-    assert text.startswith("import math as m\n\nfrom below import area\n\n\nclass Circle")
-    text = tb.main_source(["whole", "Circle.root"], MODULES)
+    text = tb.main_source(["whole", "Circle.root"], BELOW, ABOVE)
     assert text.startswith("from collections import deque\n\nimport below\n\n\ndef whole")
     assert text.endswith("\n\n\ndef root(self):\n    return m.sqrt(4)\n")
     with pytest.raises(KeyError, match="nothing"):
-        tb.main_source(["nothing"], MODULES)
+        tb.main_source(["nothing"], BELOW, ABOVE)
 
 
 def test_of_two_definitions_with_one_name_the_later_modules_is_meant():
-    modules = {**MODULES, "above": MODULES["above"] + "\n\ndef unused():\n    return area\n"}
-    assert definitions(tb.main_source(["unused"], modules)) == ["area", "unused"]
-    clash = "from below import area as theirs\n\n\ndef area():\n    return theirs\n"
-    text = tb.main_source(["area"], {"below": MODULES["below"], "clash": clash})
+    later = ABOVE + "\n\ndef unused():\n    return area\n"
+    text = tb.main_source(["unused"], BELOW, later)
+    assert definitions(text) == ["area", "unused"] and "partial" not in text
+    renamed = "from below import area as theirs\n\n\ndef area():\n    return theirs\n"
+    text = tb.main_source(["area"], BELOW, renamed)
     assert text.startswith("from below import area as theirs\n") and "math" not in text
-    both = "from middle import call\n\n\ndef area():\n    return call\n"
-    middle = "from below import area\n\n\ndef call():\n    return area\n"
-    with pytest.raises(ValueError, match="area: two modules define a name"):
-        tb.main_source(["area"], {"below": MODULES["below"], "middle": middle, "both": both})
-
-
-def test_modules_of_a_package_and_names_passed_on():
-    modules = {
-        "board.norms": "class Norm:\n    pass\n",
-        "board": "from .norms import Norm\n",
-        "judge": "from board import Norm\n\n\ndef judge():\n    return Norm\n",
-    }
-    assert definitions(tb.main_source(["judge"], modules)) == ["Norm", "judge"]
 
 
 @pytest.mark.parametrize("name", DEMOS)
