@@ -2568,9 +2568,9 @@ def prove_D04_sampling_precision(device: str) -> dict[str, bool]:
     device, claims = check_exact_device(device), {}
     for dtype in (torch.float16, torch.bfloat16):
         many = torch.randn(50, 8).to(device, dtype)
-        picks = [functools.partial(pick_next_token, t, 0.5, top_p=1.0) for t in (many, many.float())]
-        drawn_from = [check_drawn_from(pick)[1][0] for pick in picks]
-        claims[f"{dtype} is drawn from in float32"] = torch.equal(*drawn_from)
+        pick = functools.partial(pick_next_token, temperature=0.5, top_p=1.0)
+        given = [check_drawn_from(functools.partial(pick, t))[1][0] for t in (many, many.float())]
+        claims[f"{dtype} is drawn from in float32"] = torch.equal(*given)
     certain = torch.tensor([[20.0, 0.0]]).to(device)  # the first alone rounds to 1
     pick = functools.partial(pick_next_token, certain, 1.0, top_p=1.0)
     claims["top_p of 1 keeps all"] = check_drawn_from(pick)[1][0].gt(0).all()
@@ -3099,13 +3099,12 @@ def prove_D13_layers(device: str) -> dict[str, bool]:
     device = check_exact_device(device)
     tables = dict(zip(("cos", "sin"), build_rope_cache(16, 4)))
     latent = MultiHeadLatentAttention(16, 2, kv_rank=4, rope_dim=4, nope_dim=4, v_dim=4)
-    dense, switch, norm = DenseFFN(16, 4), MoEFFN(16, 4), RMSNorm(16)
-    sequence, vectors = {0, 1}, {0, 1, "rank"}
+    dense, sequence, vectors = DenseFFN(16, 4), {0, 1}, {0, 1, "rank"}
     layers = [  # what it calls, and what x may be besides
         (dense, vectors),
         (GatedFFN(16, 4), vectors),
-        (switch, vectors),
-        (norm, {*vectors, "half"}),
+        (MoEFFN(16, 4), vectors),
+        (RMSNorm(16), {*vectors, "half"}),
         (MultiHeadAttention(16, 2), sequence),
         (functools.partial(latent, **tables), sequence),
     ]
