@@ -2496,13 +2496,14 @@ def prove_D04_generation(device: str) -> dict[str, bool]:
     modes = [*during, lm.training, lm.blocks[0].training, lm.blocks[0].ffn.training]
     alone = [lm(both[:1, :-1]), lm(both[1:, 3:-1])]  # what each row says next without the other
     alone = torch.cat([logits[:, -4:].argmax(-1) for logits in alone])
+    padded, cut = lm(prompts, key_padding_mask=padding)[1:, 3:], lm(prompts[1:, 3:])
     sampled = lm.generate(prompts, 4, temperature=9.0)
     return {
+        "left padding: logits as without": check_close(padded, cut),
         "left padding: each row as alone": torch.equal(both, torch.cat((prompts, alone), 1)),
         "greedy and a generator leave the global one": untouched,
         "training flags are as before": modes == [False, True, True, False],
-        "no new tokens give the prompts": torch.equal(none, prompts),
-        "in memory of their own": none.data_ptr() != prompts.data_ptr(),
+        "no new tokens": torch.equal(none, prompts) and none.data_ptr() != prompts.data_ptr(),
         "temperature draws": sampled.shape == (2, 8) and not torch.equal(sampled, both),
     }
 
@@ -2652,9 +2653,8 @@ def prove_D06_sizes(device: str) -> dict[str, bool]:
     cache, x = KVCache(), torch.zeros(2, 7, 96, device=device)
     MultiHeadAttention(96, 8, 2).to(device)(x, kv_cache=cache)
     stored = cache.k.nbytes + cache.v.nbytes
-    counted = kv_cache_bytes(1, 2, 12, length=7, batch=2, bytes_per_element=4)
     return {
-        "bytes of a real cache": counted == stored,
+        "a real cache": kv_cache_bytes(1, 2, 12, 7, batch=2, bytes_per_element=4) == stored,
         "numbers a token": kv_cache_elements(2, 12) == stored // (2 * 7 * 4),
         "Llama-3-70B caches 1.25 GiB": kv_cache_bytes(80, 8, 128, 4096) == 10 * 2**30 // 8,
         "d_ff of Llama-2-7B": gated_hidden_size(4096, 256) == 11008,
