@@ -41,7 +41,6 @@ from transformer_block import (
     build_causal_mask,
     combined_mask,
     require_forward_pass,
-    require_parts,
     require_tensor,
     require_value,
     split_heads,
@@ -606,7 +605,9 @@ class HyperConnectedBlock(nn.Module):
                  ffn: nn.Module | None = None, attn_streams: nn.Module | None = None,
                  ffn_streams: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         require_value(int, above=1, n_streams=n_streams)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)

@@ -495,7 +495,7 @@ def v4_flash_rate(layer: int) -> int:
 
 WHOLE_ROW = frozenset(
     {"Kinds of layers", "Heads", "head_dim", "Theta", "Block", "eps", "Extras", "Experts", "FFN"}
-    | {"d_ff", "Layers", "d_model", "Vocabulary", "Tied"}
+    | {"d_ff", "d_model", "Vocabulary"}
 )
 K2_EXPERTS = partial(sigmoid_experts, n_experts=384, top_k=8, width=2048, scale=2.827)
 GLM_LATENT = {"kv_rank": 512, "q_rank": 2048, "nope_dim": 192, "rope_dim": 64, "v_dim": 256}
@@ -523,7 +523,7 @@ RECIPES_2026 = {
         (1e12, 32e9),
         "MoonshotAI/Kimi-K2 README; 32B leaves the input table out",
         ADJACENT,
-        second_hand=frozenset({"head_dim", "Theta", "eps", "Extras", "d_ff", "Tied"}),
+        second_hand=frozenset({"head_dim", "Theta", "eps", "Extras", "d_ff"}),
         kinds=partial(operator.le, 1),
     ),
     "SmolLM3 3B": Recipe(
@@ -602,7 +602,7 @@ RECIPES_2026 = {
         },
         (309e9, 15e9),
         "XiaomiMiMo/MiMo-V2-Flash README and paper, Table 1",
-        second_hand=frozenset({"d_ff", "eps", "Tied"}),
+        second_hand=frozenset({"d_ff", "eps"}),
         kinds=lambda layer: (mimo_flash_full(layer), layer == 0),
     ),
     "GLM-5": Recipe(
@@ -655,7 +655,7 @@ RECIPES_2026 = {
         (284e9, 13e9),
         "DeepSeek-V4 report §4.2.1 (copy); 13B leaves the input table out",
         ADJACENT,
-        second_hand=frozenset({"Theta", "eps", "FFN", "Vocabulary", "Tied"}),
+        second_hand=frozenset({"Theta", "eps", "FFN", "Vocabulary"}),
         kinds=lambda layer: (layer < 3, v4_flash_rate(layer)),
     ),
     "Hy4-preview": Recipe(
@@ -668,7 +668,7 @@ RECIPES_2026 = {
         },
         (770e9, 49e9),
         "Tencent-Hunyuan/Hy4-preview README; 49B counts both tables, MTP is in neither",
-        second_hand=frozenset({"head_dim", "Theta", "eps", "FFN", "Tied"}),
+        second_hand=frozenset({"head_dim", "Theta", "eps", "FFN"}),
         kinds=lambda group: (group == 0, group == 20),
     ),
 }  # fmt: skip
@@ -1033,7 +1033,7 @@ def thetas(name: str) -> str:
         if parts:
             found[own or f"{ROWS[name].sizes.base:,.0f}"] += 1
     alone = found.total() == len(layers_of(outlined(name))) and len(found) == 1
-    return ", ".join(theta if alone else f"{theta} ({n})" for theta, n in found.items())
+    return "; ".join(theta if alone else f"{theta} ({n})" for theta, n in found.items())
 
 
 def head_widths(attn: nn.Module) -> tuple[str, str]:
@@ -1072,7 +1072,9 @@ def found_extras(model: nn.Module) -> str:
             ),
         }
         found.update(name for name, there in holds.items() if there)
-    return ", ".join(e if n == len(layers) else f"{e} ({n})" for e, n in found.items()) or "none"
+    words = [word if n == len(layers) else f"{word} ({n})" for word, n in found.items()]
+    words += ["tied"] if model.lm_head is None else []
+    return ", ".join(words) or "none"
 
 
 def active_parameters(model: nn.Module) -> list[int]:
@@ -1102,8 +1104,8 @@ def cells_2026(name: str) -> dict[str, str]:
     else:
         printed = f"{published / 1e9:g} B"
     shown = {
-        "Kinds of layers": ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
-        "Heads": ", ".join(text for text, _ in heads),
+        "Kinds of layers": "; ".join(f"{n} {kind}" for kind, n in kinds.items()),
+        "Heads": "; ".join(dict.fromkeys(text for text, _ in heads)),
         "head_dim": ", ".join(dict.fromkeys(text for _, text in heads)),
         "Theta": thetas(name),
         "Block": topology(layers[0]),
@@ -1112,10 +1114,8 @@ def cells_2026(name: str) -> dict[str, str]:
         "Experts": experts(model),
         "FFN": ffn_name(layers[-1].ffn),
         "d_ff": f"{width:,}" + (f"; dense {plain:,}" if plain else ""),
-        "Layers": f"{len(layers)}",
         "d_model": f"{recipe.sizes.d_model:,}",
         "Vocabulary": f"{recipe.sizes.vocab_size:,}",
-        "Tied": "yes" if model.lm_head is None else "no",
         "Total": f"{all_parameters(model):,}",
         "Published": f"{total / 1e9:,g} B / {printed}",
         "Numbers a token": f"{sum(use.layers * use.grows for use in uses.values()):,}",
@@ -1130,33 +1130,31 @@ def cells_2026(name: str) -> dict[str, str]:
 
 
 TABLES_2026 = {  # title: column: alignment
-    "models of 2025 and 2026, layers": {
+    "attention, 2025 and 2026": {
         "Kinds of layers": "---",
         "Heads": "---",
         "head_dim": "---",
         "Theta": "---",
-        "Block": "---",
-        "eps": "--:",
         "Extras": "---",
     },
-    "models of 2025 and 2026, experts and sizes": {
+    "FFN, experts, width, 2025 and 2026": {
         "Experts": "---",
         "FFN": "---",
         "d_ff": "---",
-        "Layers": "--:",
         "d_model": "--:",
         "Vocabulary": "--:",
-        "Tied": "---",
     },
-    "models of 2025 and 2026, counts": {
-        "Total": "--:",
-        **dict.fromkeys(ACTIVE, "--:"),
-        "Published": "---",
-    },
-    "models of 2025 and 2026, cache": {
+    "norms and cache, 2025 and 2026": {
+        "Block": "---",
+        "eps": "--:",
         "Numbers a token": "--:",
         "Fixed numbers": "--:",
         "GiB at 131,072": "--:",
+    },
+    "counts, 2025 and 2026": {
+        "Total": "--:",
+        **dict.fromkeys(ACTIVE, "--:"),
+        "Published": "---",
     },
 }
 

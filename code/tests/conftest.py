@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS.parent / "examples"), str(TESTS)]
 torch.set_num_threads(1)
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -42,6 +43,12 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     order = {name: place - len(LONG) for place, name in enumerate(LONG)} | dict.fromkeys(SINGLE, 1)
     items.sort(key=lambda item: order.get(item.path.stem, 0))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Every test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish():

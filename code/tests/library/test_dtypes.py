@@ -7,10 +7,20 @@ import pickle
 import pytest
 import torch
 import transformer_block as tb
-from test_cache import COS, D_FF, DECODERS, SIN, D, make, make_lm, run
+from blocks import (
+    COS,
+    D_FF,
+    DECODERS,
+    SIN,
+    D,
+    attention,
+    decoder,
+    language_model,
+    latent,
+    randomised,
+    run,
+)
 from torch import nn
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 # Largest difference to the float64 run, relative to its largest value.
 TOLERANCE = {
@@ -35,25 +45,15 @@ def rotated(module, x):
 OTHERS = {
     "rms_norm": (lambda: tb.RMSNorm(D), lambda m, x: m(x)),
     "attention": (
-        lambda: tb.MultiHeadAttention(
-            D, 4, 2, head_dim=4, bias=True, rope=True, qk_norm=True, logit_softcap=3.0
-        ),
+        lambda: attention(bias=True, qk_norm=True, logit_softcap=3.0),
         rotated,
     ),
-    "attention fused": (
-        lambda: tb.MultiHeadAttention(D, 4, 2, head_dim=4, rope=True, attend=tb.attend_fused),
-        rotated,
-    ),
+    "attention fused": (lambda: attention(attend=tb.attend_fused), rotated),
     "cross attention": (
         lambda: tb.MultiHeadAttention(D, 4, 2),
         lambda m, x: m(x, x[:, :3], key_padding_mask=KEEP[:, :3])[0],
     ),
-    "latent attention": (
-        lambda: tb.MultiHeadLatentAttention(
-            D, 4, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2, q_rank=6
-        ),
-        rotated,
-    ),
+    "latent attention": (lambda: latent(q_rank=6), rotated),
     "dense": (lambda: tb.DenseFFN(D, D_FF, bias=True), lambda m, x: m(x)),
     "gated": (lambda: tb.GatedFFN(D, D_FF, bias=True), lambda m, x: m(x)),
     "moe": (lambda: tb.MoEFFN(D, D_FF), lambda m, x: m(x)),
@@ -70,12 +70,9 @@ def build(kind):
     """The module in float64 with random parameters, and its call."""
     torch.manual_seed(0)
     if kind in DECODERS:
-        return make(kind), run
-    module = OTHERS[kind][0]().double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5)
-    return module, OTHERS[kind][1]
+        return decoder(kind), run
+    make, call = OTHERS[kind]
+    return randomised(make()), call
 
 
 def draw(dtype=torch.float64):
@@ -122,7 +119,7 @@ def test_cached_decoding_is_near_the_float64_run(kind, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_model_logits_generate_and_loss(dtype):
-    model = make_lm(logit_softcap=20.0).to(dtype)
+    model = language_model(logit_softcap=20.0).to(dtype)
     ids = torch.arange(10).view(2, 5)
     logits = model(ids)
     assert logits.dtype == dtype
@@ -152,7 +149,7 @@ def test_autocast_is_near_the_float64_run_cached_and_backward(kind, autocast):
 
 
 def test_autocast_of_the_model_gives_a_loss_and_gradients():
-    model, ids = make_lm().float(), torch.arange(10).view(2, 5)
+    model, ids = language_model().float(), torch.arange(10).view(2, 5)
     wanted = tb.next_token_loss(model(ids), ids)
     with torch.autocast("cpu", torch.bfloat16):
         loss = tb.next_token_loss(model(ids), ids)
@@ -295,7 +292,7 @@ def test_model_tables_stay_float32_after_a_cast():
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_blocks_get_float32_tables_from_a_model_in_half(dtype):
-    model, seen = make_lm().to(dtype), []
+    model, seen = language_model().to(dtype), []
     model.blocks[0].register_forward_pre_hook(
         lambda block, args, options: seen.append((options["cos"], options["sin"])), with_kwargs=True
     )
@@ -359,7 +356,7 @@ def test_deepcopy_and_pickle_also_after_a_forward_with_grad(kind):
 
 
 def test_deepcopy_and_pickle_of_the_model_also_after_a_forward_with_grad():
-    model = make_lm(make_block=lambda layer: make_moe_block(), windows=[2, None])
+    model = language_model(make_block=lambda layer: make_moe_block(), windows=[2, None])
     ids = torch.arange(10).view(2, 5)
     wanted = model(ids)
     for other in duplicates(model):
@@ -419,7 +416,7 @@ def test_cpu_call_inside_a_meta_context(kind):
 
 
 def test_cpu_functions_inside_a_meta_context():
-    model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
+    model, ids = language_model(windows=[2, None]), torch.arange(10).view(2, 5)
     keep = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
     loss, tokens = tb.next_token_loss(model(ids), ids, keep), model.generate(ids, 3)
     logits = torch.randn(2, 9)
@@ -462,7 +459,7 @@ def fill(other, module, how):
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("filled", ["to_empty", "assign"])
 def test_model_built_under_meta_and_filled(filled, tie):
-    model, ids = make_lm(tie_embeddings=tie), torch.arange(10).view(2, 5)
+    model, ids = language_model(tie_embeddings=tie), torch.arange(10).view(2, 5)
     with torch.device("meta"):
         other = tb.DecoderOnlyLM(23, D, 2, 3, 1, D_FF, max_len=40, tie_embeddings=tie)
     assert all(parameter.is_meta for parameter in other.parameters())
@@ -473,14 +470,14 @@ def test_model_built_under_meta_and_filled(filled, tie):
 
 
 def test_model_moved_to_meta_and_filled_again_still_has_its_tables():
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     state, wanted = copy.deepcopy(model.state_dict()), model(ids)
     model.to("meta").to_empty(device="cpu").load_state_dict(state)
     assert torch.equal(model(ids), wanted)
 
 
 def test_module_in_a_parent_is_cast_and_filled_with_it():
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     parent, wanted = nn.ModuleDict({"lm": model}).float(), model(ids)
     state = copy.deepcopy(parent.state_dict())
     assert [name for name in state if "block" not in name] == [

@@ -1,10 +1,9 @@
 """Each fault of the catalogue, planted: the demos see it, and the notes say which."""
 
-import planted_faults
 import pytest
 import torch
 
-NOTES = planted_faults.NOTES.read_text(encoding="utf-8")
+from notes import build, planted_faults
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -23,6 +22,4 @@ def test_a_demo_turns_fail_by_comparison(fault):
 
 
 def test_table_in_the_notes_is_the_measured_one():
-    write = "python code/tests/planted_faults.py --write"
-    assert planted_faults.TABLE.findall(NOTES) == [planted_faults.table()], write
-    assert planted_faults.CLASSICS_TABLE.findall(NOTES) == [planted_faults.classics()], write
+    assert build.stale("faults") == [], "python code/notes/build.py faults"

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformer_block as tb
+from blocks import randomised
 from torch import nn
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 # No two axes are alike, so that none can stand in for another.
 B, T, S, D, H, D_FF = 3, 5, 7, 12, 4, 20
@@ -26,21 +25,8 @@ PADDINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def draw(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-def randomised(module):
-    """Every parameter drawn anew: fresh norms are all ones and fresh biases zero."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.4)
-    return module
 
 
 def padding(kind):
