@@ -977,7 +977,8 @@ def verdict(place: str, old: str, new: str) -> bool:
     module = types.ModuleType("faulty")
     faulty = compile(source.replace(text, text.replace(old, new)), FILE.name, "exec")
     exec(faulty, module.__dict__)
-    proofs, first = module.main_demos(), PROOFS[place]
+    demos = {n[5:]: f for n, f in vars(module).items() if n.startswith("demo_A")}
+    proofs, first = demos, PROOFS[place]
     order = sorted(proofs, key=lambda name: name != first)  # the likeliest to see it first
     return all(tb.main_verdict(proofs[name], "cpu")[0] for name in order)
 
