@@ -399,7 +399,7 @@ class CompressedAttention(nn.Module):
         keep = build_causal_mask(positions[k.shape[2] - T :], positions, self.window)  # (T, S)
         parts = {"keys": k[:, :, max(k.shape[2] - self.window + 1, 0) :].clone()}
         if self.pooling is not None:
-            entries, seen, more = self.pooled(x, latent, cache, cos, sin, rows)
+            entries, seen, more = pooled_entries(self, x, latent, cache, cos, sin, rows)
             k, parts = torch.cat((k, entries), dim=2), parts | more
             keep = torch.cat((keep.expand(len(x), -1, -1), seen), dim=2)[:, None]  # (B, 1, T, S+N)
         out = self.attend(q, k, k, keep)  # (B, H, T, head_dim)
@@ -408,25 +408,28 @@ class CompressedAttention(nn.Module):
         cache.update(T, **parts)
         return out, (k, k)
 
-    def pooled(self, x: Tensor, latent: Tensor, cache: CompressedCache, cos: Tensor, sin: Tensor,
-               rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict]:  # fmt: skip
-        """All entries [B, 1, N, head_dim], which of them each token sees [B, T, N], new parts."""
-        start, rate = cache.next_pos, self.pooling.rate
-        entries, pending = self.pooling(x, cache.pending, start, cos, sin)
-        if cache.entries is not None:
-            entries = torch.cat((cache.entries, entries), dim=2)
-        after = torch.arange(start + 1, start + 1 + x.shape[1], device=x.device)  # tokens so far
-        seen = torch.arange(entries.shape[2], device=x.device) < after[:, None] // rate  # (T, N)
-        seen, parts = seen.expand(len(x), -1, -1), {"entries": entries, "pending": pending}
-        if self.index is not None:
-            keys, wait = self.index.pooling(x.detach(), cache.index_pending, start, cos, sin)
-            if cache.index_entries is not None:
-                keys = torch.cat((cache.index_entries, keys), dim=2)
-            parts |= {"index_entries": keys, "index_pending": wait}
-            scores = self.index(x, latent, keys, *rows).masked_fill(~seen, -math.inf)
-            best = scores.topk(min(self.index.top_k, keys.shape[2]), dim=-1).indices
-            seen = seen & torch.zeros_like(seen).scatter(-1, best, True)
-        return entries, seen, parts
+
+def pooled_entries(
+    layer: "CompressedAttention", x: Tensor, latent: Tensor, cache: "CompressedCache",
+    cos: Tensor, sin: Tensor, rows: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, dict]:  # fmt: skip
+    """All entries [B, 1, N, head_dim], which of them each token sees [B, T, N], new parts."""
+    start, rate, index = cache.next_pos, layer.pooling.rate, layer.index
+    entries, pending = layer.pooling(x, cache.pending, start, cos, sin)
+    if cache.entries is not None:
+        entries = torch.cat((cache.entries, entries), dim=2)
+    after = torch.arange(start + 1, start + 1 + x.shape[1], device=x.device)  # tokens so far
+    seen = torch.arange(entries.shape[2], device=x.device) < after[:, None] // rate  # (T, N)
+    seen, parts = seen.expand(len(x), -1, -1), {"entries": entries, "pending": pending}
+    if index is not None:
+        keys, wait = index.pooling(x.detach(), cache.index_pending, start, cos, sin)
+        if cache.index_entries is not None:
+            keys = torch.cat((cache.index_entries, keys), dim=2)
+        parts |= {"index_entries": keys, "index_pending": wait}
+        scores = index(x, latent, keys, *rows).masked_fill(~seen, -math.inf)
+        best = scores.topk(min(index.top_k, keys.shape[2]), dim=-1).indices
+        seen = seen & torch.zeros_like(seen).scatter(-1, best, True)
+    return entries, seen, parts
 
 
 # =============================================================================================
@@ -855,6 +858,8 @@ def demo_B03(_device: str = "cpu") -> tuple[bool, str]:
     rows, given = (cos[:9], sin[:9]), x.clone().requires_grad_()
     keys = csa.index.pooling(given.detach(), None, 0, cos, sin)[0]
     csa.index(given, csa.q_norm(csa.q_down(given)), keys, *rows).sum().backward()
+    worth = check_index_worth(csa, x)
+    indexed = tb.check_gap(csa.index(x, csa.q_norm(csa.q_down(x)), keys, *rows), worth)
     moved = {name.partition(".")[0] for name, p in csa.named_parameters() if p.grad is not None}
     return tb.check_claims(
         f"compressed attention vs a loop over queries and heads: window max|Δ|="
@@ -863,6 +868,7 @@ def demo_B03(_device: str = "cpu") -> tuple[bool, str]:
         formula=max(gaps.values()) < 1e-11,
         pieces=max(pieces) < 1e-11,
         held=held == {"window": [2, 0], "csa": [2, 4], "hca": [2, 3]} and both.shape[2] == 4,
+        index=indexed < 1e-11,
         index_alone=moved == {"index"} and given.grad is None,
         **claims,
         refusals=check_refusals(
@@ -881,6 +887,20 @@ def demo_B03(_device: str = "cpu") -> tuple[bool, str]:
             (ValueError, lambda: GroupedLinear(2, 3, 4)(x), 6, 10),
         ),
     )
+
+
+def check_index_worth(layer: CompressedAttention, x: Tensor) -> Tensor:
+    """What each entry is worth to each query [B, T, N], summed index head by index head."""
+    index, r = layer.index, layer.rope_dim
+    latent = tb.reference_norm(layer.q_norm, x @ layer.q_down.weight.T)
+    pooled = [reference_entries(index.pooling, row, r) for row in x]
+    worth = torch.zeros(*x.shape[:2], len(pooled[0])).to(x)
+    for b, t, e in itertools.product(*map(range, worth.shape)):
+        q = (latent[b, t] @ index.q_proj.weight.T).unflatten(0, (-1, index.width))
+        w = x[b, t] @ index.weight_proj.weight.T
+        hits = [max(reference_rotated(row, t, r) @ pooled[b][e], 0) for row in q]
+        worth[b, t, e] = sum(w[j] * hit for j, hit in enumerate(hits)) / (len(q) * len(q[0])) ** 0.5
+    return worth
 
 
 def check_compressed_cache(
@@ -955,7 +975,9 @@ def demo_B04(_device: str = "cpu") -> tuple[bool, str]:
     heads = MultiHeadLatentAttention.forward(bare, h, mask=allowed, cos=cos, sin=sin)[0]
     sunk = (heads.unflatten(-1, (2, 5)) * open_.transpose(1, 2)[..., None]).flatten(-2)
     sink = tb.check_gap(latent, sunk)
-    run = partial(group, cos=cos, sin=sin)
+    run, handed, by_hand = partial(group, cos=cos, sin=sin), [], x
+    for part in group.layers:
+        by_hand = part(by_hand, cos, sin, choice=handed)
     cache = group.new_cache()
     pieces = check_pieces(run, x, cache, (1,) * 9, (4, 1, 4), (2, 7))
     real = torch.arange(9) >= torch.tensor([[0], [4]])
@@ -973,6 +995,7 @@ def demo_B04(_device: str = "cpu") -> tuple[bool, str]:
         formula=gap < 1e-11,
         plain=plain < 0.1,
         masked=masked < 1e-11,
+        handed_on=len(handed) == 1 and tb.check_close(run(x), by_hand),
         sink=sink < 1e-11,
         pieces=pieces < 1e-11 and again < 1e-11 and padded < 1e-6,
         kinds=kinds == ["IndexedCache", "KVCache", "KVCache"],
@@ -1020,6 +1043,7 @@ def demo_B05(_device: str = "cpu") -> tuple[bool, str]:
     v4 = TokenRoutedLM(13, 10, 3, rope_dim=4, make_block=v4_block, max_len=32)
     hy4 = DecoderOnlyLM(13, 12, 2, rope_dim=4, make_block=lambda _: check_group(2), max_len=32)
     said, prompt, same = {}, torch.tensor([[1, 2, 3, 4, 5]]), True
+    cos, sin = tb.build_rope_cache(32, 4)
     for name, lm, width in (("V4", v4, 10), ("Hy4", hy4, 12)):
         lm.final_norm = nn.Sequential(StreamCollapse(width, 2), lm.final_norm)
         tb.check_randomized(lm)
@@ -1034,10 +1058,14 @@ def demo_B05(_device: str = "cpu") -> tuple[bool, str]:
             lm.final_norm = norm
             rest = lm(tokens[:, 6:], kv_caches=caches)
         same &= failed and tb.check_close(rest, lm(tokens)[:, 6:], 1e-10)
+    by_hand = v4.embedding(prompt)
+    for block in v4.blocks:
+        by_hand = block(by_hand, cos, sin, ids=prompt)
     return tb.check_claims(
         f"8 greedy tokens equal recomputation without a cache, and after a failed forward all "
         f"layers go on: {same}",
         same=same,
+        token_ids=tb.check_close(v4(prompt), v4.embedding(v4.final_norm(by_hand)), 1e-10),
         alive=all(len(set(tokens)) > 1 for tokens in said.values()),
     )
 
