@@ -13,9 +13,7 @@ the rotated channels are permuted to halves.
 import argparse
 import collections
 import dataclasses
-import difflib
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
@@ -653,7 +651,7 @@ RECIPES_2026 = {
             "rope_dim": 64,
         },
         (284e9, 13e9),
-        "DeepSeek-V4 report §4.2.1 (copy); 13B leaves the input table out",
+        "arXiv:2606.19348 §4.2.1 (copy); 13B leaves the input table out",
         ADJACENT,
         second_hand=frozenset({"Theta", "eps", "FFN", "Vocabulary"}),
         kinds=lambda layer: (layer < 3, v4_flash_rate(layer)),
@@ -1373,42 +1371,37 @@ def value_and_key(attn: nn.Module) -> int:
     return 2 * attn.head_dim
 
 
-def nearest(name: str) -> str:
-    """The names that a wrong one may have meant, or all."""
-    folded = {known.casefold(): known for known in ROWS}
-    close = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)
-    close = close or [known for known in folded if name.casefold() in known]
-    return ", ".join(folded[known] for known in close) or ", ".join(ROWS)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        epilog='names: "Llama-3 8B", "gpt-oss 20b", ... in any case; without one, all are listed',
-    )
-    parser.add_argument("name", nargs="*", help="a model of the table")
-    parser.add_argument("--markdown", action="store_true", help="the recipe tables of the notes")
-    options = parser.parse_args(argv)
+def answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print what the options ask for; the exit status."""
     wanted = " ".join(options.name)
     known = {name.casefold(): name for name in ROWS}
     if options.markdown and wanted:
         parser.error("--markdown prints all models and takes no name")
     if wanted and wanted.casefold() not in known:
-        parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
+        near = tb.main_nearest(wanted, ROWS) or ROWS
+        parser.error(f"no model {wanted!r}; nearest: {', '.join(near)}")
     if options.markdown:
         tables = [f"Recipe: {title}\n\n{markdown_table(c)}" for title, c in TABLES.items()]
         tables += [
             f"Recipe: {title}\n\n{markdown_table(columns, RECIPES_2026, cells_2026)}"
             for title, columns in TABLES_2026.items()
         ]
-        text = "\n\n".join([markdown_table(FRONT, FRONT_MODELS), *tables])
+        print("\n\n".join([markdown_table(FRONT, FRONT_MODELS), *tables]))
     else:
-        text = details(known[wanted.casefold()]) if wanted else overview()
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(details(known[wanted.casefold()]) if wanted else overview())
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="recipes.py",
+        description=__doc__.partition("\n")[0],
+        epilog='names: "Llama-3 8B", "gpt-oss 20b", ... in any case; without one, all are listed',
+    )
+    parser.add_argument("name", nargs="*", help="a model of the table")
+    parser.add_argument("--markdown", action="store_true", help="the recipe tables of the notes")
+    return tb.main_program(parser, argv, partial(answer, parser))
 
 
 if __name__ == "__main__":
