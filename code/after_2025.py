@@ -37,9 +37,12 @@ from transformer_block import (
     RMSNorm,
     apply_rope,
     build_causal_mask,
-    require_parts,
+    combined_mask,
     require_tensor,
     require_value,
+    split_heads,
+    start_position,
+    table_rows,
 )
 
 # =============================================================================================
@@ -296,6 +299,9 @@ class ChosenRows:
         k, v = (t[batch, 0, self.rows][:, None] for t in stored)  # (B, 1, k, width)
         return k, v
 
+    def truncate(self, length: int) -> None:
+        self.cache.truncate(length)
+
 
 class IndexedSparseAttention(nn.Module):
     """DeepSeek Sparse Attention: an indexer chooses top_k keys a query, and attn reads only those.
@@ -331,7 +337,7 @@ class IndexedSparseAttention(nn.Module):
     def index_scores(self, x: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, S], in at least float32: what each key is worth to each query."""
         q = self.index_q(self.attn.q_norm(self.attn.q_down(x)))
-        q = apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)
+        q = apply_rope(split_heads(q, self.index_dim), cos, sin)
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = q.flatten(1, 2).to(wide)  # (B, H_I*T, index_dim): keys are not copied out to heads
         hits = F.relu(keys[:, 0].to(wide) @ rows.mT).mT  # (B, H_I*T, S)
@@ -468,7 +474,9 @@ class HyperConnectedBlock(nn.Module):
                  d_ff: int = 256, *, n_streams: int = 4, attn: nn.Module | None = None,
                  ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         require_value(int, above=1, n_streams=n_streams)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
@@ -537,11 +545,11 @@ def require_indexed(
     B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.index_k)
     if kv_cache is not None and not isinstance(kv_cache, IndexedCache):
         raise TypeError(f"kv_cache must be an IndexedCache, got {type(kv_cache).__name__}")
-    start = MultiHeadAttention.start_position(start_pos, kv_cache)
+    start = start_position(start_pos, kv_cache)
     S = T if kv_cache is None else start + T
-    rows = MultiHeadAttention.table_rows(cos, sin, start, T)
+    rows = table_rows(cos, sin, start, T)
     require_tensor("cos", rows[0], T, layer.attn.rope_dim)
-    keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, S)
+    keep = combined_mask(mask, key_padding_mask, B, T, S)
     if causal and T > 1:  # a single query comes last and sees all
         positions = torch.arange(S, device=x.device)
         past = build_causal_mask(positions[S - T :], positions)  # (T, S)

@@ -35,15 +35,15 @@ WIRING = [
     Fault(
         "residual-from-norm",
         "ModernDecoderBlock.forward",
-        "x = x + self.attn(self.norm1(x), **seen, **at)[0]",
-        "x = self.norm1(x)\n        x = x + self.attn(x, **seen, **at)[0]",
+        "        attended, _ = self.attn(self.norm1(x), **masks, **position)\n",
+        ("        x = self.norm1(x)\n        attended, _ = self.attn(x, **masks, **position)\n"),
         "the skip path carries the normed x; zeroed sublayers no longer give x",
     ),
     Fault(
         "norm-after-the-add",
         "GPT2StyleDecoderLayer.forward",
-        "x + self.attn(self.norm1(x), kv_cache=kv_cache, **seen)[0]",
-        "self.norm1(x + self.attn(x, kv_cache=kv_cache, **seen)[0])",
+        ("self.attn(self.norm1(x), kv_cache=kv_cache, **masks)\n        x = x + attended\n"),
+        ("self.attn(x, kv_cache=kv_cache, **masks)\n        x = self.norm1(x + attended)\n"),
         "zeroed sublayers give a normed x; the stream is normed in every layer",
     ),
     Fault(
@@ -56,8 +56,14 @@ WIRING = [
     Fault(
         "norms-swapped",
         "BranchNormDecoderBlock.forward",
-        "self.attn_post_norm(self.attn(self.attn_pre_norm(x)",
-        "self.attn_pre_norm(self.attn(self.attn_post_norm(x)",
+        (
+            "self.attn(self.attn_pre_norm(x), **masks, **position)\n"
+            "        x = x + self.attn_post_norm(attended)"
+        ),
+        (
+            "self.attn(self.attn_post_norm(x), **masks, **position)\n"
+            "        x = x + self.attn_pre_norm(attended)"
+        ),
         "nothing with fresh weights; a loaded checkpoint gives garbage",
     ),
     Fault(
@@ -70,25 +76,22 @@ WIRING = [
     Fault(
         "post-norm-on-the-stream",
         "BranchNormDecoderBlock.forward",
-        "x + self.attn_post_norm(self.attn(self.attn_pre_norm(x), **seen, **at)[0])",
-        "self.attn_post_norm(x + self.attn(self.attn_pre_norm(x), **seen, **at)[0])",
+        "x + self.attn_post_norm(attended)",
+        "self.attn_post_norm(x + attended)",
         "zeroed sublayers give a normed x instead of x",
     ),
     Fault(
         "serial-made-parallel",
         "ModernDecoderBlock.forward",
-        "x = x + self.attn(self.norm1(x), **seen, **at)[0]\n"
-        "        return x + self.ffn(self.norm2(x))",
-        "y = self.attn(self.norm1(x), **seen, **at)[0]\n"
-        "        return x + y + self.ffn(self.norm2(x))",
+        ("        x = x + attended\n        return x + self.ffn(self.norm2(x))"),
+        "        return x + attended + self.ffn(self.norm2(x))",
         "the FFN does not see what attention wrote",
     ),
     Fault(
         "parallel-made-serial",
         "ParallelDecoderBlock.forward",
-        "return x + self.attn(h, **seen, **at)[0] + self.ffn(h_ffn)",
-        "x = x + self.attn(h, **seen, **at)[0]\n"
-        "        return x + self.ffn((self.ffn_norm or self.norm)(x))",
+        "        return x + attended + self.ffn(h_ffn)",
+        ("        x = x + attended\n        return x + self.ffn((self.ffn_norm or self.norm)(x))"),
         "the branches no longer add up; GPT-J weights give garbage",
     ),
     Fault(
@@ -132,15 +135,15 @@ MASKS = [
     Fault(
         "causal-mask-inverted",
         "without_later_keys",
-        "k_positions <= q_positions[:, None]",
-        "k_positions >= q_positions[:, None]",
+        "torch.arange(S, device=device) <= torch",
+        "torch.arange(S, device=device) >= torch",
         "every position sees itself and the future",
     ),
     Fault(
         "causal-mask-top-left",
         "without_later_keys",
-        "torch.arange(start, S, device=device) for start in (S - T, 0)",
-        "torch.arange(n, device=device) for n in (T, S)",
+        "torch.arange(S - T, S, device=device)",
+        "torch.arange(T, device=device)",
         "with a cache the new tokens see the start of the history only",
     ),
     Fault(
@@ -152,35 +155,35 @@ MASKS = [
     ),
     Fault(
         "padding-ignored",
-        "MultiHeadAttention.combined_mask",
+        "combined_mask",
         "return padding if mask is None else mask & padding",
         "return mask",
         "the content of padding moves real rows",
     ),
     Fault(
         "padding-inverted",
-        "MultiHeadAttention.combined_mask",
+        "combined_mask",
         "padding = key_padding_mask",
         "padding = ~key_padding_mask",
         "real tokens attend to padding only",
     ),
     Fault(
         "padding-on-the-query-axis",
-        "MultiHeadAttention.combined_mask",
+        "combined_mask",
         "key_padding_mask[:, None, None]",
         "key_padding_mask[:, None, -T:, None]",
         "padded rows turn to zero, real rows still read padding",
     ),
     Fault(
         "mask-dropped-with-padding",
-        "MultiHeadAttention.combined_mask",
+        "combined_mask",
         "return padding if mask is None else mask & padding",
         "return padding",
         "the future leaks, but only in padded batches",
     ),
     Fault(
         "masks-joined-by-or",
-        "MultiHeadAttention.combined_mask",
+        "combined_mask",
         "mask & padding",
         "mask | padding",
         "every real key is visible, later ones too",
@@ -281,7 +284,7 @@ ATTENTION = [
     Fault(
         "soft-cap-in-half",
         "attend",
-        "    scores = scores.float() if q.dtype in (torch.float16, torch.bfloat16) else scores\n",
+        "    scores = at_least_float32(scores)\n",
         "",
         "half precision rounds capped scores twice; equal in float32 and without a cap",
     ),
@@ -323,20 +326,22 @@ ATTENTION = [
     Fault(
         "qk-norm-after-rotation",
         "MultiHeadAttention.forward",
-        "        q = q if self.q_norm is None else self.q_norm(q)\n"
-        "        k = k if self.k_norm is None else self.k_norm(k)\n"
-        "        v = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, S, head_dim)\n"
-        "        if self.rope:\n"
-        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
-        "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
-        "  # (B, H+G, T, head_dim)\n"
-        "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n",
-        "        v = self.split_heads(self.v_proj(source), self.head_dim)\n"
-        "        if self.rope:\n"
-        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
-        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
-        "        q = q if self.q_norm is None else self.q_norm(q)\n"
-        "        k = k if self.k_norm is None else self.k_norm(k)\n",
+        (
+            "        q = q if self.q_norm is None else self.q_norm(q)\n"
+            "        k = k if self.k_norm is None else self.k_norm(k)\n"
+            "        if self.rope:\n"
+            "            cos, sin = table_rows(cos, sin, start, T)\n"
+            "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
+            "  # (B, H+G, T, head_dim)\n"
+            "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
+        ),
+        (
+            "        if self.rope:\n"
+            "            cos, sin = table_rows(cos, sin, start, T)\n"
+            "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+            "        q = q if self.q_norm is None else self.q_norm(q)\n"
+            "        k = k if self.k_norm is None else self.k_norm(k)\n"
+        ),
         "nothing with fresh weights; trained ones do not commute with it",
     ),
     Fault(
@@ -419,42 +424,54 @@ POSITIONS = [
     Fault(
         "keys-rotated-twice",
         "MultiHeadAttention.forward",
-        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
-        "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
-        "  # (B, H+G, T, head_dim)\n"
-        "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
-        "        if kv_cache is not None:\n"
-        "            k, v = kv_cache.append(k, v)\n",
-        "            tables = cos, sin\n"
-        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
-        "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
-        "        if kv_cache is not None:\n"
-        "            k, v = kv_cache.append(k, v)\n"
-        "            if self.rope:\n"
-        "                k = apply_rope(k, *self.table_rows(*tables, 0, k.shape[2]))\n",
+        (
+            "            cos, sin = table_rows(cos, sin, start, T)\n"
+            "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
+            "  # (B, H+G, T, head_dim)\n"
+            "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
+            "        # 3) Keys and values of earlier tokens come from the cache,"
+            " turned when they were new.\n"
+            "        if kv_cache is not None:\n"
+            "            k, v = kv_cache.append(k, v)\n"
+        ),
+        (
+            "            tables = cos, sin\n"
+            "            cos, sin = table_rows(cos, sin, start, T)\n"
+            "            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)\n"
+            "        if kv_cache is not None:\n"
+            "            k, v = kv_cache.append(k, v)\n"
+            "            if self.rope:\n"
+            "                k = apply_rope(k, *table_rows(*tables, 0, k.shape[2]))\n"
+        ),
         "cached decoding differs from the full pass",
     ),
     Fault(
         "position-restarts",
         "MultiHeadAttention.forward",
-        "self.table_rows(cos, sin, start, T)",
-        "self.table_rows(cos, sin, 0, T)",
+        "table_rows(cos, sin, start, T)",
+        "table_rows(cos, sin, 0, T)",
         "a full pass is right, every later chunk starts at position 0",
     ),
     Fault(
         "position-after-the-append",
         "MultiHeadAttention.forward",
-        "            cos, sin = self.table_rows(cos, sin, start, T)\n"
-        "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
-        "  # (B, H+G, T, head_dim)\n"
-        "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
-        "        if kv_cache is not None:\n"
-        "            k, v = kv_cache.append(k, v)\n",
-        "            k = apply_rope(k, *self.table_rows(cos, sin, start, T))\n"
-        "        if kv_cache is not None:\n"
-        "            k, v = kv_cache.append(k, v)\n"
-        "            start = kv_cache.next_pos\n"
-        "        q = apply_rope(q, *self.table_rows(cos, sin, start, T)) if self.rope else q\n",
+        (
+            "            cos, sin = table_rows(cos, sin, start, T)\n"
+            "            turned = apply_rope(torch.cat((q, k), dim=1), cos, sin)"
+            "  # (B, H+G, T, head_dim)\n"
+            "            q, k = turned.split((q.shape[1], k.shape[1]), dim=1)\n"
+            "        # 3) Keys and values of earlier tokens come from the cache,"
+            " turned when they were new.\n"
+            "        if kv_cache is not None:\n"
+            "            k, v = kv_cache.append(k, v)\n"
+        ),
+        (
+            "            k = apply_rope(k, *table_rows(cos, sin, start, T))\n"
+            "        if kv_cache is not None:\n"
+            "            k, v = kv_cache.append(k, v)\n"
+            "            start = kv_cache.next_pos\n"
+            "        q = apply_rope(q, *table_rows(cos, sin, start, T)) if self.rope else q\n"
+        ),
         "with a cache queries turn T positions too far",
     ),
     Fault(
@@ -478,10 +495,14 @@ CACHE = [
     Fault(
         "cache-overwrites",
         "KVCache.append",
-        "            self._k[:, :, start:end] = k_new\n"
-        "            self._v[:, :, start:end] = v_new",
-        "            self._k[:, :, start:end] = self._k[:, :, :T] = k_new\n"
-        "            self._v[:, :, start:end] = self._v[:, :, :T] = v_new",
+        (
+            "            self._k[:, :, start:end] = k_new.clone()\n"
+            "            self._v[:, :, start:end] = v_new.clone()"
+        ),
+        (
+            "            self._k[:, :, start:end] = self._k[:, :, :T] = k_new.clone()\n"
+            "            self._v[:, :, start:end] = self._v[:, :, :T] = v_new.clone()"
+        ),
         "each step writes over the oldest keys as well",
     ),
     Fault(
@@ -509,7 +530,7 @@ CACHE = [
     ),
     Fault(
         "start-pos-not-checked",
-        "MultiHeadAttention.start_position",
+        "start_position",
         "if kv_cache is not None and start_pos != start:",
         "if kv_cache is not None and start_pos > start:",
         "keys land at positions that are taken, without an error",
@@ -572,7 +593,7 @@ NORM_AND_FFN = [
     Fault(
         "rms-squares-in-half",
         "RMSNorm.forward",
-        "wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x",
+        "wide = at_least_float32(x)",
         "wide = x",
         "float16 values over 255 give zeros",
     ),
@@ -688,8 +709,8 @@ EXPERTS = [
     Fault(
         "router-in-half",
         "SoftmaxRouter.forward",
-        "logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits",
-        "logits",
+        "at_least_float32(self.router(tokens))",
+        "self.router(tokens)",
         "scores rounded to 8 bits: near ties go to other experts",
     ),
     Fault(
@@ -765,7 +786,7 @@ EXPERTS = [
     Fault(
         "mixture-tokens-repeated-in-blocks",
         "MixtureFFN.forward",
-        "(order // chosen.shape[1])",
+        "(order // k)",
         "(order % len(tokens))",
         "the right number of rows, of other tokens; right for top-1",
     ),
@@ -891,8 +912,8 @@ MODEL = [
     Fault(
         "top-p-off-by-one",
         "pick_next_token",
-        "probs >= top_p",
-        "probs > top_p",
+        "before >= max(top_p, tiny)",
+        "before > max(top_p, tiny)",
         "one token too many where the sum meets top_p exactly",
     ),
     Fault(

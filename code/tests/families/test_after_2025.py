@@ -842,8 +842,8 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ),
         ("self.index_norm(self.index_k(x))", "self.index_k(x)"),
         (
-            "apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)",
-            "MultiHeadAttention.split_heads(q, self.index_dim)",
+            "apply_rope(split_heads(q, self.index_dim), cos, sin)",
+            "split_heads(q, self.index_dim)",
         ),
         ("self.attn.q_norm(self.attn.q_down(x))", "self.attn.q_down(x)"),
         ("scores = scores.masked_fill(~keep, -math.inf)", "pass"),

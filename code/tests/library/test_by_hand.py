@@ -148,7 +148,7 @@ def test_F09_true_means_may_attend(path):
 
 
 def test_F10_padding_lies_on_the_key_axis():
-    keep = tb.MultiHeadAttention.combined_mask(causal(0, 4), bools([1, 1, 0, 0]), 1, 4, 4)
+    keep = tb.combined_mask(causal(0, 4), bools([1, 1, 0, 0]), 1, 4, 4)
     wanted = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]]
     assert keep.expand(1, 1, 4, 4)[0, 0].int().tolist() == wanted
     encoder = randomised(tb.VanillaEncoderLayer2017(8, 4, 12))
@@ -272,7 +272,7 @@ def test_F28_channels_of_the_whole_attention_follow_their_group():
 
 def test_F29_heads_are_split_and_merged_by_a_transpose():
     module = tb.MultiHeadAttention(4, 2)
-    split = module.split_heads(torch.arange(8).view(1, 2, 4), module.head_dim)
+    split = tb.split_heads(torch.arange(8).view(1, 2, 4), module.head_dim)
     assert split.tolist() == [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
     merging = tb.MultiHeadAttention(
         4, 2, attend=lambda *_, **__: torch.arange(8.0).view(1, 2, 2, 2)

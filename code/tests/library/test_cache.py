@@ -16,6 +16,7 @@ from blocks import language_model as make_lm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 close = {"rtol": 0, "atol": 1e-10}
@@ -547,3 +548,114 @@ def test_a_cache_that_is_cut_and_filled_again_holds_what_came_last_also_after_an
             raise StopHereError
         assert cache.next_pos == 2
         assert_holds(cache, *[torch.cat((first[:, :, :1], second), dim=2)] * 2)
+
+
+@pytest.mark.parametrize("max_len", [None, 16])
+@pytest.mark.parametrize("forget", ["truncate", "reset", "truncate to 0"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("mode", MODES)
+def test_views_of_the_buffer_may_be_appended_again(mode, sizes, forget, max_len):
+    with MODES[mode]():
+        cache, (k, v) = tb.KVCache(max_len), rows(10, *sizes)
+        cache.append(k[:, :, :9], v[:, :, :9])
+        k_all, v_all = cache.append(k[:, :, 9:], v[:, :, 9:])
+        kept = 2 if forget == "truncate" else 0
+        cache.reset() if forget == "reset" else cache.truncate(kept)
+        cache.append(k_all[:, :, -8:], v_all[:, :, -8:])  # over the memory that they are views of
+        wanted = [torch.cat((t[:, :, :kept], t[:, :, -8:]), dim=2) for t in (k, v)]
+        assert_holds(cache, *wanted)
+
+
+@pytest.mark.parametrize("max_len", [None, 16])
+@pytest.mark.parametrize("outside", ["grad", "no_grad"])
+@pytest.mark.parametrize("load", ["pickle", "file"])
+def test_a_cache_loaded_under_inference_mode_goes_on_outside(load, outside, max_len, tmp_path):
+    cache, (k, v) = tb.KVCache(max_len), rows(6)
+    with torch.no_grad():
+        cache.append(k[:, :, :4], v[:, :, :4])
+    with torch.inference_mode():
+        if load == "pickle":
+            cache = pickle.loads(pickle.dumps(cache))
+        else:
+            torch.save(cache, tmp_path / "cache.pt")
+            cache = torch.load(tmp_path / "cache.pt", weights_only=False)
+    for end in (5, 6):
+        with MODES[outside]():
+            cache.append(k[:, :, end - 1 : end], v[:, :, end - 1 : end])
+    assert_holds(cache, k, v)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("past", [0, 3])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_forward_with_a_cache_is_not_recomputed(kind, past, reentrant):
+    block, cache = make(kind), tb.KVCache()
+    x = torch.randn(2, 3 + past, D, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        run(block, x[:, :past], kv_cache=cache)
+    call = lambda new: run(block, new, kv_cache=cache)  # noqa: E731
+    options = {} if reentrant else {"determinism_check": "none"}
+    out = checkpoint(call, x[:, past:], use_reentrant=reentrant, **options)
+    assert cache.next_pos == 3 + past
+    with pytest.raises(RuntimeError, match=r"kv_cache .*backward"):
+        out.square().sum().backward()
+    assert cache.next_pos == 3 + past
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_model_with_caches_is_not_recomputed_and_without_them_it_is(reentrant):
+    lm, ids = make_lm(), torch.randint(0, V, (2, 4))
+    caches, x = lm.new_caches(), torch.ones(2, 4, D, dtype=torch.float64, requires_grad=True)
+
+    def call(x, **options):
+        lm.blocks[0].register_forward_pre_hook(lambda _block, args: (args[0] + x,))
+        return lm(ids, **options)
+
+    out = checkpoint(call, x, use_reentrant=reentrant)
+    out.square().sum().backward()
+    assert x.grad.any()
+    out = (
+        checkpoint(call, x, use_reentrant=reentrant, kv_caches=caches)
+        if not reentrant
+        else (checkpoint(lambda x: call(x, kv_caches=caches), x, use_reentrant=True))
+    )
+    with pytest.raises(RuntimeError, match="kv_cache"):
+        out.square().sum().backward()
+    assert [cache.next_pos for cache in caches] == [4] * len(caches)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("filled", [0, 3])
+@pytest.mark.parametrize("part", ["attend", "latent", "sinks"])
+def test_an_attention_alone_whose_sum_fails_keeps_nothing_of_the_call(part, filled, error, mode):
+    def fails(*_args, **_options):
+        raise error
+
+    if part == "latent":
+        attn = tb.MultiHeadLatentAttention(D, 4, **MLA)
+    else:
+        attend = tb.SinkAttention(4) if part == "sinks" else tb.attend
+        attn = attention(4, 2, attend=attend)
+    attn.double()
+    cache, x = tb.KVCache(), torch.randn(2, 5, D, dtype=torch.float64)
+    with MODES[mode]():
+        if filled:
+            attn(x[:, :filled], cos=COS, sin=SIN, kv_cache=cache)
+        before = snapshot([cache])
+        if part == "attend":
+            attn.attend = fails
+        elif part == "sinks":
+            handle = attn.attend.register_forward_hook(fails)
+        else:
+            handle = attn.kv_up.register_forward_hook(fails)
+        with pytest.raises(error):
+            attn(x[:, filled:], cos=COS, sin=SIN, kv_cache=cache)
+        assert_unchanged([cache], before)
+        if part == "attend":
+            attn.attend = tb.attend
+        else:
+            handle.remove()
+        whole, _ = attn(x, cos=COS, sin=SIN, causal=True)
+        out, _ = attn(x[:, filled:], cos=COS, sin=SIN, causal=True, kv_cache=cache)
+        torch.testing.assert_close(out, whole[:, filled:], **close)

@@ -185,6 +185,56 @@ def make_lm(**options) -> tb.DecoderOnlyLM:
     return tb.DecoderOnlyLM(31, D, 2, H, G, D_FF, max_len=MAX_LEN, **options).double()
 
 
+MODELS = {
+    "modern": {},
+    "windows, untied": {"windows": [3, None], "tie_embeddings": False},
+    "parallel": {"make_block": lambda _: tb.ParallelDecoderBlock(D, H, G, D_FF)},
+    "branch norm": {"make_block": lambda _: tb.BranchNormDecoderBlock(D, H, G, D_FF)},
+    "latent": {"make_block": lambda _: BLOCKS["latent"][0]()},
+    "sinks": {
+        "make_block": lambda _: tb.ModernDecoderBlock(
+            D, attn=tb.MultiHeadAttention(D, H, G, rope=True, attend=tb.SinkAttention(H))
+        )
+    },
+    "fused": {
+        "make_block": lambda _: tb.ModernDecoderBlock(
+            D, attn=tb.MultiHeadAttention(D, H, G, rope=True, attend=tb.attend_fused)
+        )
+    },
+}
+
+
+def graphs_of_steps(model, caches, steps):
+    """How many graphs a prompt and these steps take, each step compared."""
+    counter = CompileCounterWithBackend("eager")
+    compiled, plain = torch.compile(model, backend=counter), model.new_caches()
+    ids = torch.randint(0, 31, (B, 4))
+    for _ in range(steps + 1):
+        wanted = model(ids, kv_caches=plain, last_only=True)
+        torch.testing.assert_close(compiled(ids, kv_caches=caches, last_only=True), wanted)
+        ids = wanted.argmax(dim=-1)
+    return counter.frame_count
+
+
+@needs_one_graph
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_model_with_caches_of_fixed_size_is_a_graph_for_the_prompt_and_one_for_steps(name):
+    torch._dynamo.reset()
+    model = tb.DecoderOnlyLM(31, D, 2, H, G, D_FF, max_len=64, **MODELS[name]).double()
+    assert graphs_of_steps(model, [tb.KVCache(64) for _ in model.blocks], 20) == 2
+
+
+@needs_one_graph
+@pytest.mark.parametrize("name", ["modern", "latent"])
+@torch.no_grad()
+def test_the_model_with_growing_caches_adds_a_graph_for_each_growth(name):
+    torch._dynamo.reset()
+    model = tb.DecoderOnlyLM(31, D, 2, H, G, D_FF, max_len=64, **MODELS[name]).double()
+    # 4 tokens, then room for 9, 19 and 39: three growths, and from the second on it is a variable.
+    assert graphs_of_steps(model, model.new_caches(), 20) <= 2 + 3
+
+
 IDS = torch.randint(0, 31, (B, T), generator=torch.Generator().manual_seed(0))
 PADDING = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * T]).bool()
 DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 2])

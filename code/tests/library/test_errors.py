@@ -664,6 +664,41 @@ def added_caches():
     return (lambda: built(IDS, kv_caches=caches)), [built, *caches]
 
 
+def appended_in_backward():
+    """What a recomputed forward does."""
+    filled, x = filled_cache(), torch.ones(1, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda _gradient: filled.append(NEW, NEW) and None)
+    return y.backward, [filled]
+
+
+def switch_with(**parts):
+    def make():
+        ffn = tb.MoEFFN(D, D_FF, n_experts=2)
+        for name, part in parts.items():
+            setattr(ffn, name, part)
+        return (lambda: ffn(X)), [ffn]
+
+    return make
+
+
+class OwnRouter(nn.Module):
+    def __init__(self, *choice):
+        super().__init__()
+        self.choice = choice
+
+    def forward(self, tokens):
+        return self.choice
+
+
+def mixture_with(*choice):
+    def make():
+        ffn = tb.MixtureFFN(OwnRouter(*choice), [tb.DenseFFN(D, D_FF) for _ in range(2)])
+        return (lambda: ffn(X)), [ffn]
+
+    return make
+
+
 def truncated(length):
     def make():
         filled = filled_cache()
@@ -902,6 +937,37 @@ COMBINATIONS = {
         ValueError,
         r"cos .*\[4, 4\].*\[4, 2\]",
     ),
+    "query heads that KV heads do not divide": (
+        called(sharded(q_proj=6), X, cos=COS, sin=SIN, kv_cache=filled_cache()),
+        ValueError,
+        r"q .*2 heads.*\[3, 3, 4, 2\]",
+    ),
+    "append in a backward pass": (appended_in_backward, RuntimeError, "kv_cache .*backward"),
+    "no finite logit": (
+        lambda: ((lambda: tb.pick_next_token(torch.tensor([[0.0, torch.nan]]))), []),
+        ValueError,
+        "logits .*nan",
+    ),
+    "Switch router of another width": (
+        switch_with(router=nn.Linear(D, 3)),
+        ValueError,
+        r"router\(x\) .*\[12, 2\].*\[12, 3\]",
+    ),
+    "router that gives one weight for two experts": (
+        mixture_with(torch.zeros(12, 1), torch.zeros(12, 2).long()),
+        ValueError,
+        r"router\(x\)\[0\] .*\[12, 2\].*\[12, 1\]",
+    ),
+    "router that gives no axis of choices": (
+        mixture_with(torch.zeros(12, 1), torch.zeros(12).long()),
+        ValueError,
+        r"router\(x\)\[1\] .*\[12, k\].*\[12\]",
+    ),
+    "router that chooses an expert that is not there": (
+        mixture_with(torch.zeros(12, 1), torch.full((12, 1), 2)),
+        ValueError,
+        r"router\(x\)\[1\] .*0 … 1.*12",
+    ),
     "a block added behind the model's back": (appended_block, ValueError, "windows .*3 blocks"),
     "too few caches for an added block": (
         added_caches,
@@ -922,11 +988,6 @@ BEHIND_THE_APPEND = {
         ),
         ValueError,
         r"x .*7.*\[3, 4, 12\]",
-    ),
-    "query heads that KV heads do not divide": (
-        called(sharded(q_proj=6), X, cos=COS, sin=SIN, kv_cache=filled_cache()),
-        ValueError,
-        r"q .*2 heads.*\[3, 3, 4, 2\]",
     ),
 }
 
@@ -987,7 +1048,7 @@ def refusal(make, arguments):
     """The error of the call; nothing that is watched has changed, nor the global generator."""
     function, watched = make()
     before, generator = state(watched), torch.get_rng_state()
-    with pytest.raises((ValueError, TypeError, NotImplementedError)) as caught:
+    with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError)) as caught:
         function(**arguments)
     assert state(watched) == before
     assert torch.equal(torch.get_rng_state(), generator)

@@ -211,3 +211,94 @@ def test_gradients_of_the_mixture():
         return torch.func.functional_call(layer, dict(zip(names, values)), (x,))
 
     assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+class OwnRouter(nn.Module):
+    """Whatever it is told to choose."""
+
+    def __init__(self, weights: Tensor, experts: Tensor):
+        super().__init__()
+        self.choice = weights, experts
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.choice
+
+
+def own_mixture(weights: list, experts: list, dtype: torch.dtype = torch.int64) -> tb.MixtureFFN:
+    router = OwnRouter(torch.tensor(weights).double(), torch.tensor(experts, dtype=dtype))
+    torch.manual_seed(0)
+    return tb.MixtureFFN(router, [tb.GatedFFN(4, 3) for _ in range(3)]).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_router_of_ones_own_may_choose_any_expert(dtype):
+    ffn, x = own_mixture([[0.5, 2.0], [1.0, -1.0]], [[2, 0], [1, 2]], dtype), torch.randn(2, 4)
+    x = x.double()
+    e = ffn.experts
+    wanted = torch.stack((0.5 * e[2](x[0]) + 2 * e[0](x[0]), e[1](x[1]) - e[2](x[1])))
+    torch.testing.assert_close(ffn(x), wanted)
+
+
+@pytest.mark.parametrize("wrong", [3, -1, 300, -(2**62)])
+def test_experts_that_are_not_there_are_refused(wrong):
+    ffn = own_mixture([[0.5, 2.0], [1.0, 1.0]], [[2, 0], [1, wrong]])
+    with pytest.raises(ValueError, match=r"router\(x\)\[1\] must be 0 … 2, got 1 other"):
+        ffn(torch.randn(2, 4).double())
+
+
+@pytest.mark.parametrize(
+    ("weights", "experts", "said"),
+    [
+        ([[0.5], [1.0]], [[2, 0], [1, 2]], r"router\(x\)\[0\] .*\[2, 2\].*\[2, 1\]"),
+        ([0.5, 1.0], [[2], [1]], r"router\(x\)\[0\] .*\[2, 1\].*\[2\]"),
+        ([0.5, 1.0], [2, 1], r"router\(x\)\[1\] .*\[2, k\].*\[2\]"),
+        ([[0.5]], [[2]], r"router\(x\)\[1\] .*\[2, k\].*\[1, 1\]"),
+    ],
+)
+def test_weights_of_another_shape_than_the_experts_are_refused(weights, experts, said):
+    with pytest.raises(ValueError, match=said):
+        own_mixture(weights, experts)(torch.randn(2, 4).double())
+
+
+def test_experts_that_are_no_integers_are_refused():
+    with pytest.raises(TypeError, match=r"router\(x\)\[1\] .*integer"):
+        own_mixture([[0.5], [1.0]], [[2.0], [1.0]], torch.float32)(torch.randn(2, 4).double())
+
+
+@pytest.mark.parametrize("n_experts", [3, 5])
+def test_switch_router_of_other_width_than_the_experts_is_refused(n_experts):
+    ffn = tb.MoEFFN(4, 3, n_experts=4)
+    ffn.router = nn.Linear(4, n_experts, bias=False)
+    with pytest.raises(ValueError, match=rf"router\(x\) .*\[2, 4\].*\[2, {n_experts}\]"):
+        ffn(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e30, 0.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_without_keys_gets_zeros_whatever_the_sink(causal, sink):
+    layer = tb.SinkAttention(4).double()
+    nn.init.constant_(layer.sinks, sink)
+    q, k, v = (torch.randn(2, n, T, 4).double() for n, T in ((4, 5), (2, 3), (2, 3)))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    keep = torch.ones(2, 1, 5, 3, dtype=torch.bool)
+    keep[0, 0, 4] = False
+    out = layer(q, k, v, keep, causal=causal)
+    empty = [(0, 4)] + ([(0, 0), (0, 1), (1, 0), (1, 1)] if causal else [])  # T > S: no key yet
+    for b in range(2):
+        for t in range(5):
+            assert out[b, :, t].eq(0).all() == ((b, t) in empty)
+    out.square().sum().backward()
+    for tensor in (q, k, v, layer.sinks):
+        assert tensor.grad.isfinite().all()
+    if sink == -math.inf:  # then it is no part of the softmax
+        torch.testing.assert_close(out, tb.attend(q, k, v, keep, causal=causal))
+
+
+def test_a_nan_stays_one_with_sinks_of_minus_infinity():
+    layer = tb.SinkAttention(2)
+    nn.init.constant_(layer.sinks, -math.inf)
+    q, k = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 3, 4)
+    q[0, 1] = math.nan
+    out = layer(q, k, k, torch.ones(3, dtype=torch.bool))
+    assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()

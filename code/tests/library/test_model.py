@@ -548,7 +548,7 @@ def test_left_padded_logits_equal_those_of_rows_alone(kind):
 
 def test_prefill_is_one_call_and_then_one_token_a_step():
     model, lengths = make(), []
-    model.embedding.register_forward_hook(lambda m, args, out: lengths.append(args[0].shape[1]))
+    model.blocks[0].register_forward_hook(lambda m, args, out: lengths.append(args[0].shape[1]))
     model.generate(torch.tensor([[1, 2, 3]]), 4)
     assert lengths == [3, 1, 1, 1]
     assert model.generate(torch.tensor([[1, 2, 3]]), 0).tolist() == [[1, 2, 3]]
@@ -696,7 +696,7 @@ def test_stream_gives_the_steps_of_generate(options):
 
 def test_stream_works_a_step_at_a_time_and_refuses_before_the_first():
     model, calls = make(), []
-    model.embedding.register_forward_hook(lambda *_: calls.append(1))
+    model.final_norm.register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.stream(torch.tensor([[1]]), -1)
     steps = model.stream(torch.tensor([[1, 2]]), 5)
@@ -721,7 +721,7 @@ def test_a_stream_goes_on_whatever_is_done_with_its_tokens():
     assert torch.equal(torch.cat(seen, dim=1), expected)
 
 
-def test_a_block_put_in_between_two_steps_runs_in_eval_mode_and_gets_its_flag_back():
+def test_a_block_put_in_between_two_steps_runs_as_it_is():
     model, seen = tb.DecoderOnlyLM(50, 16, 1, 4, 2, 32, max_len=12).eval(), []
     steps = model.stream(torch.randint(50, (1, 4)), 3)
     next(steps)
@@ -729,8 +729,7 @@ def test_a_block_put_in_between_two_steps_runs_in_eval_mode_and_gets_its_flag_ba
     block.register_forward_pre_hook(lambda block, _: seen.append(block.ffn.training))
     model.blocks[0] = block
     next(steps)
-    assert seen == [False]
-    assert all(module.training for module in block.modules())
+    assert seen == [True]
 
 
 def test_between_two_steps_gradients_and_training_flags_are_the_callers():
@@ -873,7 +872,7 @@ def mixed_modes(model):
     return [module.training for module in model.modules()]
 
 
-def test_training_flags_are_as_before_and_off_meanwhile():
+def test_training_flags_are_the_callers_all_the_while_and_gradients_off():
     model, seen = make(), []
     before = mixed_modes(model)
     hook = model.final_norm.register_forward_hook(
@@ -882,7 +881,7 @@ def test_training_flags_are_as_before_and_off_meanwhile():
     model.generate(torch.tensor([[1]]), 2)
     hook.remove()
     assert [module.training for module in model.modules()] == before
-    assert not any(flag for flags in seen for flag in flags)
+    assert seen == [(False, *before)] * 2
     assert torch.is_grad_enabled()
 
 
@@ -950,3 +949,44 @@ def test_one_cache_for_two_layers_is_refused_by_name():
     with pytest.raises(ValueError, match="kv_caches"):
         model(IDS, kv_caches=[cache, cache])
     assert cache.next_pos == 0
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, tb.TiedEmbedding])
+def test_after_the_embedding_grew_its_new_rows_may_end_a_row(kind):
+    model = make(tie_embeddings=True)
+    model.embedding = kind(V + 2, model.final_norm.weight.numel()).double()
+    assert model.generate(torch.tensor([[V + 1]]), 3, eos_id=V + 1).shape[1] <= 4
+    assert model(torch.tensor([[V + 1]])).shape == (1, 1, V + 2)
+    with pytest.raises(ValueError, match=f"eos_id .*{V + 2}"):
+        model.generate(torch.tensor([[1]]), 0, eos_id=V + 2)
+
+
+def test_a_larger_table_in_the_tied_embedding_ends_rows_too():
+    model = make(tie_embeddings=True)
+    table = model.embedding.weight.detach()
+    model.embedding.weight = nn.Parameter(torch.cat((table, 50 * table[3:4], -50 * table[3:4])))
+    out = model.generate(torch.tensor([[1, 2]]), 6, eos_id=(V, V + 1))
+    assert out[0, 2] in (V, V + 1)  # no other row is as long
+    assert out.shape == (1, 3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_logits_without_a_finite_best_one_are_refused_by_name(dtype, temperature, value):
+    logits = torch.zeros(3, 5, dtype=dtype)
+    logits[1, 2] = value
+    with pytest.raises(ValueError, match=r"logits .*0\.0, (nan|inf), 0\.0"):
+        tb.pick_next_token(logits, temperature)
+    logits[1] = -torch.inf
+    with pytest.raises(ValueError, match="logits"):
+        tb.pick_next_token(logits, temperature)
+    logits[1, 4] = 0.0
+    assert tb.pick_next_token(logits, temperature)[1] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [1e-46, 5e-324, 1e-38])
+def test_the_smallest_top_p_keeps_the_likeliest(top_p, dtype):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 5.0]], dtype=dtype)
+    assert tb.pick_next_token(logits, 1.0, top_p=top_p).tolist() == [[1], [2]]

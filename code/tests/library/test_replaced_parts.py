@@ -10,8 +10,10 @@ import itertools
 import pickle
 import threading
 
+import accelerate
 import pytest
 import torch
+import torch.nn.utils.parametrize
 import transformer_block as tb
 from torch import nn
 
@@ -621,3 +623,115 @@ def test_eight_threads_share_a_model(kind):
         assert all(torch.equal(out, logits) for out in outs[::2])
         assert all(torch.equal(out, tokens) for out in outs[1::2])
     assert not any(module.training for module in lm.modules())
+
+
+# =============================================================================================
+# One table for both ends: its module sees both
+# =============================================================================================
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_offloaded_weights_give_the_same(kind, tied):
+    lm = make_lm(kind, tie_embeddings=tied)
+    wanted, said = lm(IDS), lm.generate(IDS[:1], 4, eos_id=V - 1)
+    pieces = in_pieces(lm, IDS)
+    accelerate.cpu_offload(lm)
+    assert all(parameter.is_meta for parameter in lm.parameters())
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(lm(IDS), wanted.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(in_pieces(lm, IDS), pieces, **close)
+    assert torch.equal(lm.generate(IDS[:1], 4, eos_id=V - 1), said)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_tied_logits_are_products_with_the_rows_and_so_are_the_gradients(plain):
+    lm = make_lm()
+    if plain:
+        table, lm.embedding = lm.embedding.weight, nn.Embedding(V, D).double()
+        lm.embedding.weight = table
+    hidden = []
+    lm.final_norm.register_forward_hook(lambda _module, _args, out: hidden.append(out))
+    lm.blocks = nn.ModuleList()
+    lm.windows = []
+    logits = lm(IDS)
+    x = lm.embedding.weight[IDS]
+    x = x / (x.square().mean(-1, keepdim=True) + lm.final_norm.eps).sqrt() * lm.final_norm.weight
+    torch.testing.assert_close(hidden[0], x, **close)
+    torch.testing.assert_close(logits, torch.einsum("btd,vd->btv", x, lm.embedding.weight), **close)
+    (got,) = torch.autograd.grad(logits.sin().sum(), lm.embedding.weight, retain_graph=True)
+    wanted = torch.einsum("btd,vd->btv", x, lm.embedding.weight).sin().sum()
+    (wanted,) = torch.autograd.grad(wanted, lm.embedding.weight)
+    torch.testing.assert_close(got, wanted, **close)
+
+
+def test_a_hook_and_a_wrapper_of_the_tied_embedding_see_both_uses():
+    lm, seen = make_lm(), []
+    lm.embedding.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
+    before = lm(IDS)
+    assert seen == [torch.int64, torch.float64]
+    lm.embedding = Adapter(lm.embedding)
+    lm.embedding.register_forward_hook(lambda _module, _args, out: seen.append(out.shape[-1]))
+    after = lm(IDS)
+    assert seen[2:] == [torch.int64, D, torch.float64, V]
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_a_hook_of_a_plain_tied_embedding_changes_both_uses():
+    lm = make_lm()
+    table, lm.embedding = lm.embedding.weight, nn.Embedding(V, D).double()
+    lm.embedding.weight = table
+    lm.embedding.register_forward_hook(lambda _module, _args, out: 3 * out)
+    doubled = make_lm()
+    doubled.embedding.weight.data *= 3
+    torch.testing.assert_close(lm(IDS), doubled(IDS), **close)
+
+
+@pytest.mark.parametrize("router", [tb.SoftmaxRouter, tb.SigmoidRouter])
+def test_a_router_and_a_mixture_that_grew_are_those_built_so(router):
+    def built(n_experts):
+        torch.manual_seed(3)
+        ffn = tb.MixtureFFN(
+            router(D, n_experts, 2), [tb.GatedFFN(D, D_FF) for _ in range(n_experts)]
+        )
+        return ffn.double()
+
+    grown, wanted, x = built(3), built(4), torch.randn(2, 5, D).double()
+    grown.experts.append(wanted.experts[3])
+    grown.router.router = wanted.router.router
+    if router is tb.SigmoidRouter:
+        grown.router.selection_bias = torch.zeros(4).double()
+    for have, want in zip(grown.experts, wanted.experts):
+        have.load_state_dict(want.state_dict())
+    torch.testing.assert_close(grown(x), wanted(x), **close)
+    assert grown.router.tokens_per_expert == wanted.router.tokens_per_expert
+    assert len(tb.MixtureFFN(grown.router, grown.experts).experts) == 4
+
+
+def test_kv_up_whose_weight_is_no_plain_tensor_is_called():
+    class Int8(torch.Tensor):
+        """As quantised weights are: a product is all that it can do."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            assert func is not torch.Tensor.unflatten, "read around the module's call"
+            return super().__torch_function__(func, types, args, kwargs)
+
+    lm = make_lm("latent")
+    wanted = lm(IDS)
+    for block in lm.blocks:
+        weight = block.attn.kv_up.weight.detach().as_subclass(Int8)
+        block.attn.kv_up.weight = nn.Parameter(weight, requires_grad=False)
+    torch.testing.assert_close(in_pieces(lm, IDS).as_subclass(torch.Tensor), wanted, **close)
+
+
+def test_kv_up_with_a_parametrization_is_called():
+    class Halved(nn.Module):
+        def forward(self, weight):
+            return 0.5 * weight
+
+    lm = make_lm("latent")
+    for block in lm.blocks:
+        nn.utils.parametrize.register_parametrization(block.attn.kv_up, "weight", Halved())
+    torch.testing.assert_close(in_pieces(lm, IDS), lm(IDS), **close)
