@@ -63,7 +63,7 @@ def causal(start, end, window=None):
 
 @pytest.mark.parametrize("kind", DECODERS)
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
-def test_any_split_equals_the_full_pass(kind, data, lengths, mode):
+def test_any_split_is_the_full_pass(kind, data, lengths, mode):
     torch.manual_seed(data.draw(st.integers(0, 99)))
     block = make(kind, *data.draw(st.sampled_from(HEADS[:2] if kind == "parallel" else HEADS)))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
@@ -83,7 +83,7 @@ def test_any_split_equals_the_full_pass(kind, data, lengths, mode):
 
 
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
-def test_any_split_through_the_model_equals_its_full_pass(data, lengths, mode):
+def test_any_split_through_the_model(data, lengths, mode):
     windows = data.draw(st.sampled_from([None, [2, None], [1, 3]]))
     model = make_lm(windows=windows, logit_softcap=data.draw(st.sampled_from([None, 3.0])))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
@@ -100,7 +100,7 @@ def test_any_split_through_the_model_equals_its_full_pass(data, lengths, mode):
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_every_chunk_of_one_stream_may_run_in_another_mode(kind):
+def test_chunks_in_other_modes(kind):
     torch.manual_seed(0)
     block, x = make(kind), torch.randn(2, 6, D).double()
     full = run(block, x)
@@ -113,7 +113,7 @@ def test_every_chunk_of_one_stream_may_run_in_another_mode(kind):
 
 
 @pytest.mark.parametrize("lengths", [[6], [1] * 6, [4, 2], [2, 0, 3, 1]])
-def test_cached_keys_and_values_are_projected_normed_and_rotated_once(lengths):
+def test_cached_keys_and_values(lengths):
     torch.manual_seed(0)
     attn = attention(4, 2, qk_norm=True, bias=True).double()
     nn.init.normal_(attn.k_norm.weight)
@@ -134,7 +134,7 @@ def test_cached_keys_and_values_are_projected_normed_and_rotated_once(lengths):
 
 
 @pytest.mark.parametrize("lengths", [[6], [1] * 6, [4, 2]])
-def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
+def test_cached_latent_and_key(lengths):
     torch.manual_seed(0)
     attn = latent().double()
     nn.init.normal_(attn.kv_norm.weight)
@@ -156,7 +156,7 @@ def test_latent_cache_holds_the_normed_latent_and_one_rotated_key(lengths):
         np.testing.assert_allclose(stored[b], np.hstack((compressed, shared)), rtol=0, atol=1e-12)
 
 
-def test_latent_step_does_not_expand_the_cached_keys():
+def test_latent_step_expands_no_keys():
     """The absorbed form: a step's work in kv_up does not grow with the cache."""
     attn, work = latent(), []
     for length in (9, 21):
@@ -172,7 +172,7 @@ def test_latent_step_does_not_expand_the_cached_keys():
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2], [2, 0, 1, 2]])
-def test_gradients_through_cached_chunks_equal_those_of_the_full_pass(kind, lengths):
+def test_gradients_through_chunks(kind, lengths):
     torch.manual_seed(0)
     block, x = make(kind), torch.randn(2, 5, D).double().requires_grad_()
     weighting, cache = torch.randn(2, 5, D).double(), tb.KVCache()
@@ -191,7 +191,7 @@ def test_gradients_through_cached_chunks_equal_those_of_the_full_pass(kind, leng
 
 
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2]])
-def test_model_gradients_through_cached_chunks_equal_those_of_the_full_pass(lengths):
+def test_model_gradients_through_chunks(lengths):
     model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
     caches = model.new_caches()
 
@@ -271,7 +271,7 @@ def addresses(cache, n, mode):
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
-def test_growth_copies_the_history_a_logarithmic_number_of_times(mode):
+def test_growth_copies_rarely(mode):
     pointers, views = addresses(tb.KVCache(), 500, mode)
     assert len(set(pointers)) <= 12
     last = views[-1].untyped_storage().nbytes() / views[-1].element_size()
@@ -279,7 +279,7 @@ def test_growth_copies_the_history_a_logarithmic_number_of_times(mode):
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
-def test_max_len_takes_the_memory_once_also_after_reset_and_truncate(mode):
+def test_max_len_takes_memory_once(mode):
     cache = tb.KVCache(10)
     first, views = addresses(cache, 10, mode)
     cache.truncate(4)
@@ -293,7 +293,7 @@ def test_max_len_takes_the_memory_once_also_after_reset_and_truncate(mode):
     assert more[-1].shape == (2, 3, 10, 4)
 
 
-def test_reset_with_max_len_takes_another_batch_dtype_and_width():
+def test_reset_takes_other_shapes():
     cache = tb.KVCache(6)
     with torch.no_grad():
         cache.append(*rows(3))
@@ -305,7 +305,7 @@ def test_reset_with_max_len_takes_another_batch_dtype_and_width():
             assert torch.equal(got_v, v)
 
 
-def test_grad_mode_counts_not_requires_grad():
+def test_grad_mode_decides():
     """A tensor without grad may still be saved by autograd for the gradient of another one."""
     cache, views = tb.KVCache(), []
     for _ in range(3):
@@ -315,7 +315,7 @@ def test_grad_mode_counts_not_requires_grad():
     assert len({view.untyped_storage().data_ptr() for view, _ in views}) == 3
 
 
-def test_append_in_grad_mode_writes_into_no_buffer_that_autograd_may_have_saved():
+def test_append_spares_saved_buffers():
     cache = tb.KVCache(8)
     with torch.no_grad():
         k, v = cache.append(*rows(3, width_v=4))
@@ -326,7 +326,7 @@ def test_append_in_grad_mode_writes_into_no_buffer_that_autograd_may_have_saved(
     assert q.grad.isfinite().all()
 
 
-def test_appended_tensors_may_be_changed_by_the_caller_afterwards():
+def test_appended_tensors_are_copied():
     for mode, context in MODES.items():
         cache = tb.KVCache()
         with context():
@@ -339,7 +339,7 @@ def test_appended_tensors_may_be_changed_by_the_caller_afterwards():
 
 @pytest.mark.parametrize("max_len", [None, 8])
 @pytest.mark.parametrize("outside", ["grad", "no_grad"])
-def test_buffer_made_under_inference_mode_is_made_anew_outside(max_len, outside):
+def test_buffer_of_inference_mode(max_len, outside):
     cache = tb.KVCache(max_len)
     k, v = rows(3)
     with torch.inference_mode():
@@ -360,7 +360,7 @@ def test_buffer_made_under_inference_mode_is_made_anew_outside(max_len, outside)
 @pytest.mark.parametrize("max_len", [None, 8])
 @pytest.mark.parametrize("before", ["grad", "no_grad", "inference"])
 @pytest.mark.parametrize("after", ["no_grad", "inference"])
-def test_backward_is_right_after_truncate_and_an_append_without_grad(max_len, before, after):
+def test_backward_after_truncate(max_len, before, after):
     """What autograd has saved of a step must not be written over by a later one."""
     torch.manual_seed(0)
     attn, cache = tb.MultiHeadAttention(D, 4, 2).double(), tb.KVCache(max_len)
@@ -384,7 +384,7 @@ def test_backward_is_right_after_truncate_and_an_append_without_grad(max_len, be
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda c: copy.deepcopy([c])[0]])
 @pytest.mark.parametrize("max_len", [None, 8])
-def test_copies_do_not_write_into_each_other(duplicate, mode, max_len):
+def test_copies_are_apart(duplicate, mode, max_len):
     with MODES[mode]():
         cache = tb.KVCache(max_len)
         cache.append(*rows(4))
@@ -409,7 +409,7 @@ def test_copies_do_not_write_into_each_other(duplicate, mode, max_len):
         assert cache.next_pos == 6
 
 
-def test_copies_of_a_cache_with_a_graph_behind_it():
+def test_copies_with_a_graph():
     attn, cache = tb.MultiHeadAttention(D, 4, 2), tb.KVCache()
     attn(torch.randn(1, 3, D), kv_cache=cache)
     for other in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
@@ -417,7 +417,7 @@ def test_copies_of_a_cache_with_a_graph_behind_it():
         assert torch.equal(other.v, cache.v)
 
 
-def test_truncate_and_append_decode_as_if_the_rest_had_never_been():
+def test_truncate_forgets_the_rest():
     torch.manual_seed(0)
     block, x = make("modern"), torch.randn(2, 6, D).double()
     with torch.no_grad():
@@ -467,9 +467,7 @@ def failing(module):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_block_alone_that_raises_keeps_what_was_stored_and_truncate_takes_the_rest_back(
-    kind, filled, mode
-):
+def test_block_that_raises_keeps_rows(kind, filled, mode):
     torch.manual_seed(0)
     block, cache, x = make(kind), tb.KVCache(), torch.randn(2, 5, D).double()
     full, start, raised = run(block, x), 2 * filled, 0
@@ -494,7 +492,7 @@ def test_block_alone_that_raises_keeps_what_was_stored_and_truncate_takes_the_re
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("error", [StopHereError, KeyboardInterrupt])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
+def test_model_whose_attend_raises(layer, error, mode):
     def interrupted(*_args, **_options):
         raise error
 
@@ -513,7 +511,7 @@ def test_model_whose_attend_raises_leaves_all_caches(layer, error, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("filled", [False, True])
-def test_model_that_raises_anywhere_leaves_all_caches(filled, mode):
+def test_model_that_raises_anywhere(filled, mode):
     model, ids = make_lm(), torch.arange(10).view(2, 5)
     parts = [m for m in model.modules() if m is not model and not isinstance(m, nn.ModuleList)]
     caches, full = model.new_caches(), model(ids)
@@ -529,7 +527,7 @@ def test_model_that_raises_anywhere_leaves_all_caches(filled, mode):
         torch.testing.assert_close(rest, full[:, 2 * filled :], **close)
 
 
-def test_cache_has_no_context_protocol_and_no_library_code_enters_one():
+def test_cache_is_no_context():
     """A with block over a cache that truncates and appends took back the wrong rows."""
     assert not hasattr(tb.KVCache, "__enter__")
     assert not hasattr(tb.KVCache, "__exit__")
@@ -538,7 +536,7 @@ def test_cache_has_no_context_protocol_and_no_library_code_enters_one():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_cache_that_is_cut_and_filled_again_holds_what_came_last_also_after_an_error(mode):
+def test_cut_and_filled_again(mode):
     cache, (first, _), (second, _) = tb.KVCache(), rows(4), rows(1)
     with MODES[mode]():
         cache.append(first, first)
@@ -554,7 +552,7 @@ def test_a_cache_that_is_cut_and_filled_again_holds_what_came_last_also_after_an
 @pytest.mark.parametrize("forget", ["truncate", "reset", "truncate to 0"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("mode", MODES)
-def test_views_of_the_buffer_may_be_appended_again(mode, sizes, forget, max_len):
+def test_views_may_be_appended(mode, sizes, forget, max_len):
     with MODES[mode]():
         cache, (k, v) = tb.KVCache(max_len), rows(10, *sizes)
         cache.append(k[:, :, :9], v[:, :, :9])
@@ -569,7 +567,7 @@ def test_views_of_the_buffer_may_be_appended_again(mode, sizes, forget, max_len)
 @pytest.mark.parametrize("max_len", [None, 16])
 @pytest.mark.parametrize("outside", ["grad", "no_grad"])
 @pytest.mark.parametrize("load", ["pickle", "file"])
-def test_a_cache_loaded_under_inference_mode_goes_on_outside(load, outside, max_len, tmp_path):
+def test_loaded_in_inference_mode(load, outside, max_len, tmp_path):
     cache, (k, v) = tb.KVCache(max_len), rows(6)
     with torch.no_grad():
         cache.append(k[:, :, :4], v[:, :, :4])
@@ -588,7 +586,7 @@ def test_a_cache_loaded_under_inference_mode_goes_on_outside(load, outside, max_
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("past", [0, 3])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_a_forward_with_a_cache_is_not_recomputed(kind, past, reentrant):
+def test_cached_forward_not_recomputed(kind, past, reentrant):
     block, cache = make(kind), tb.KVCache()
     x = torch.randn(2, 3 + past, D, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
@@ -603,7 +601,7 @@ def test_a_forward_with_a_cache_is_not_recomputed(kind, past, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_model_with_caches_is_not_recomputed_and_without_them_it_is(reentrant):
+def test_model_recomputed_without_caches(reentrant):
     lm, ids = make_lm(), torch.randint(0, V, (2, 4))
     caches, x = lm.new_caches(), torch.ones(2, 4, D, dtype=torch.float64, requires_grad=True)
 
@@ -628,7 +626,7 @@ def test_the_model_with_caches_is_not_recomputed_and_without_them_it_is(reentran
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("filled", [0, 3])
 @pytest.mark.parametrize("part", ["attend", "latent", "sinks"])
-def test_an_attention_alone_whose_sum_fails_keeps_nothing_of_the_call(part, filled, error, mode):
+def test_failed_attend_keeps_nothing(part, filled, error, mode):
     def fails(*_args, **_options):
         raise error
 

@@ -1035,7 +1035,7 @@ def derived(name):
 # ---------------------------------------------------------------- tests
 
 
-def test_every_table_has_every_model_in_one_order():
+def test_models_in_one_order():
     found = tables()
     assert set(found) == set(COLUMNS)
     for key, rows in found.items():
@@ -1053,14 +1053,14 @@ def test_row(name):
 
 
 @pytest.mark.parametrize("name", list(CHECKPOINTS))
-def test_sizes_give_the_published_count(name):
+def test_sizes_give_published_counts(name):
     *_, counted, printed, source = CHECKPOINTS[name]
     assert sum(p.numel() for p in full(name).parameters()) == counted
     assert abs(counted - printed) <= 0.04 * printed, source
 
 
 @pytest.mark.parametrize("name", [n for n in CHECKPOINTS if (n, "Pairs") in FACTS])
-def test_ports_of_adjacent_pairs_turn_halves(name):
+def test_ports_turn_halves(name):
     assert pairs(name) == "half-split"
 
 
@@ -1070,7 +1070,7 @@ def test_facts_have_a_source(key):
     assert value and len(source) > 10
 
 
-def test_gemma_scales_embeddings_and_some_query_scales_are_not_head_dim():
+def test_scales_of_gemma_and_queries():
     for name, scalar in {"Gemma-2 27B": 144, "Gemma-3 27B": 168}.items():
         c = full(name).config
         assert (
@@ -1094,7 +1094,7 @@ def test_a_wrong_cell_is_seen():
     assert broken["norms"]["OLMo-2 7B"]["Topology"] != topology("OLMo-2 7B")
 
 
-def test_classes_named_after_2025_exist_and_have_what_is_said():
+def test_classes_named_after_2025():
     text = NOTES.read_text(encoding="utf-8")
     part = text[text.index("### 7.6 ") : text.index("## §8 ")]
     named = {

@@ -162,7 +162,7 @@ def test_active_parameters(model, total, experts, k, moe_layers, h, d, given):
     stands("§6", given)
 
 
-def test_active_without_the_input_table():
+def test_active_without_input_table():
     for total, experts, layers, given in (
         (20_914_757_184, 32, 24, "| gpt-oss 20b | 20.9 B | 3.6 B | active without the"),
         (116_829_156_672, 128, 36, "| gpt-oss 120b | 116.8 B | 5.1 B | active without the"),
@@ -255,7 +255,7 @@ def test_what_the_table_shows():
     }
 
 
-def test_head_products_that_are_not_d_model():
+def test_head_products_not_d_model():
     off = set()
     for model in recipes():
         r = recipes()[model]
@@ -287,7 +287,7 @@ def test_head_products_that_are_not_d_model():
         assert r["Heads q / kv"].startswith("128")
 
 
-def test_table_in_front_has_cells_of_the_recipe_tables():
+def test_table_in_front():
     text = NOTES.read_text(encoding="utf-8")
     (found,) = re.findall(
         r"^\| Model \| Topology \|[^\n]*Ratio[^\n]*\n[^\n]*\n((?:\|.*\n)+)", text, re.M
@@ -464,7 +464,7 @@ def test_gemma_merge_and_falcon_groups():
     stands("§9", f"{q} query heads, as in Falcon 7B, allow only 1 or {q}")
 
 
-def test_questions_stand_in_three_levels_and_a_list():
+def test_questions_in_three_levels():
     text = NOTES.read_text(encoding="utf-8")
     asked = [int(x) for x in re.findall(r"<summary>Q(\d+)\. ", text)]
     assert asked == list(range(1, 63))
@@ -516,7 +516,7 @@ def test_twelve_l_d_squared(model):
     stands("§10", f"| {model} | {without / rule:.2f} | {total / rule:.2f} |")
 
 
-def test_twelve_l_d_squared_fails_for_mixtures():
+def test_twelve_l_d_squared_of_mixtures():
     total, rule = 671_026_404_352, 12 * 61 * 7168**2
     stands(
         "§10", f"| DeepSeek-V3 | {(total - 2 * 129280 * 7168) / rule:.1f} | {total / rule:.1f} |"
@@ -587,7 +587,7 @@ def test_sizes_table(model, given):
     stands("§10", f"| {model} | {r['Layers']} | {r['d_model']} | {given} |")
 
 
-def test_sizes_of_dense_rows_follow_from_their_cells():
+def test_sizes_of_dense_rows():
     for model, printed in (("Llama-2 70B", 69.0), ("Llama-3.1 405B", 405.9), ("Gemma-3 27B", 27.0)):
         assert abs((weights(model) + tables(model)) / 1e9 - printed) < 0.06
     gpt3 = 12 * 96 * 12288**2 + 50257 * 12288
