@@ -67,22 +67,52 @@ def slugs(text: str) -> dict[str, str]:
     return result
 
 
-def section_of(text: str, heading: str) -> str:
-    """The text under the first heading that has this, to the next of its level or above, or ""."""
-    found = re.search(rf"^(#+) [^\n]*{heading}[^\n]*\n", text, re.M)
-    if not found:
-        return ""
-    rest = text[found.end() :]
-    after = re.search(rf"^#{{1,{len(found[1])}}} ", rest, re.M)
-    return rest[: after.start()] if after else rest
+def section_of(text: str, number: str) -> str:
+    """The section "5.2" with its heading, to the next of its level or above, or ""."""
+    lines, found, level = text.split("\n"), [], 0
+    for line, plain in zip(lines, prose(text).split("\n")):  # a # in a code block is no heading
+        heading = re.match(r"(#+) §?(\S*)", plain)
+        if heading and level and len(heading[1]) <= level:
+            break
+        if heading and heading[2] == number:
+            level = len(heading[1])
+        if level:
+            found.append(line)
+    return "\n".join(found)
 
 
-def phrases_of(text: str, heading: str) -> str:
+def phrases_of(text: str, number: str) -> str:
     """section_of in one line, to look phrases up in: white space and line breaks do not matter."""
-    section = section_of(text, heading)
+    section = section_of(text, number)
     if not section:
-        raise ValueError(f"no heading has {heading!r}")
+        raise ValueError(f"no section {number}")
     return re.sub(r"\s+", " ", section)
+
+
+def cells_of(row: str) -> list[str]:
+    """The cells of a row of a table."""
+    cells = re.split(r"(?<!\\)\|", row.strip().strip("|"))
+    return [cell.replace(r"\|", "|").strip() for cell in cells]
+
+
+def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
+    """The tables of models in the notes by their title: {title: {model: {column: cell}}}."""
+    tables = {}
+    for _, title, table in RECIPES.findall(text):
+        (_, *columns), _, *rows = map(cells_of, table.strip().split("\n"))
+        tables[title] = {model: dict(zip(columns, cells)) for model, *cells in rows}
+        if any(len(row) != len(columns) + 1 for row in rows) or len(tables[title]) != len(rows):
+            raise ValueError(f"a row of the table {title!r} is broken or stands twice")
+    return tables
+
+
+def recipe_cells(text: str) -> dict[str, dict[str, str]]:
+    """{model: {column: cell}} over all of them but the one in front."""
+    models: dict[str, dict[str, str]] = {}
+    for title, table in recipe_tables(text).items():
+        for model, cells in table.items() if title != "front" else ():
+            models.setdefault(model, {}).update(cells)
+    return models
 
 
 # =============================================================================================

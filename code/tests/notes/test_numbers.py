@@ -5,31 +5,24 @@ from the script's counting functions, and the whole phrase must stand in that se
 and line breaks do not matter).
 """
 
-import importlib.util
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformer_block as tb
 
-ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "code" / "transformer_block.py"
-NOTES = (ROOT / "transformer_block_tutorial.md").read_text(encoding="utf-8")
-SOURCE = SCRIPT.read_text(encoding="utf-8")
-spec = importlib.util.spec_from_file_location("transformer_block_numbers", SCRIPT)
-tb = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tb)
+from notes import build
+
+NOTES = build.NOTES.read_text(encoding="utf-8")
+SOURCE = build.SCRIPT.source
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
 def section(number):
-    """The text from the heading of a section to the next section's, white space collapsed."""
-    found = re.search(rf"^## §{number} .*?(?=^## |\Z)", NOTES, re.M | re.S)
-    assert found, f"no section {number} in the notes"
-    return re.sub(r"\s+", " ", found.group(0))
+    return build.phrases_of(NOTES, str(number))
 
 
 def n(x):
