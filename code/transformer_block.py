@@ -1198,10 +1198,12 @@ class DecoderOnlyLM(nn.Module):
         rows = table(torch.arange(table.num_embeddings, device=x.device))  # it takes ids only
         return F.linear(x, rows)
 
-    def _vocab_size(self, ids: Tensor) -> int:
-        """How many logits the head gives now, asked with no tokens: any part may be replaced."""
+    def _vocab_size(self, ids: Tensor) -> float:
+        """How many logits the head gives now, since any part may have been replaced."""
+        if self.lm_head is not None:
+            return getattr(self.lm_head, "out_features", math.inf)
         with torch.no_grad():
-            return self._head(self.embedding(ids[:, :0].long())).shape[-1]
+            return self._head(self.embedding(ids[:, :0].long())).shape[-1]  # of no tokens
 
     def stream(self, ids: Tensor, max_new_tokens: int, *, key_padding_mask: Tensor | None = None,
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -1499,7 +1501,7 @@ def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> Non
             raise ValueError("key_padding_mask must pad on the left and end in a real token")
 
 
-def require_token_ids(eos_id: object, vocab_size: int) -> list[int]:
+def require_token_ids(eos_id: object, vocab_size: float) -> list[int]:
     """The one or several ids as a list; refuses what is no token."""
     ends = [eos_id]
     if isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor)):

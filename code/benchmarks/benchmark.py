@@ -363,7 +363,7 @@ def smollm2(rounds: int) -> Iterator[Row]:
     file = checkpoints.GGUFFile(checkpoints.package_file(checkpoints.SMOLLM2, ".gguf"))
     ours, tokenizer = checkpoints.load_smollm2(file), checkpoints.load_smollm2_tokenizer(file)
     config = LlamaConfig(
-        vocab_size=ours.vocab_size,
+        vocab_size=ours.embedding.num_embeddings,
         hidden_size=file["llama.embedding_length"],
         intermediate_size=file["llama.feed_forward_length"],
         num_hidden_layers=len(ours.blocks),
@@ -387,7 +387,12 @@ def smollm2(rounds: int) -> Iterator[Row]:
     question = tokenizer.encode(checkpoints.chat_prompt(file, "What is attention?")).ids
     prompts = {
         "tokens": (torch.tensor([question]), 64, 0.90, "64 tokens after a short prompt"),
-        "prompt": (torch.randint(ours.vocab_size, (1, 2048)), 1, 1.05, "a prompt of 2,048 tokens"),
+        "prompt": (
+            torch.randint(ours.embedding.num_embeddings, (1, 2048)),
+            1,
+            1.05,
+            "a prompt of 2,048 tokens",
+        ),
     }
     for kind, (ids, n_new, limit, text) in prompts.items():
         calls = {
