@@ -1374,8 +1374,10 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     wanted = shape
     if shape[0] is ...:  # as many axes as there are more, of any size
         wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
-    fits = all(isinstance(want, str) or want == have for want, have in zip(wanted, sizes))
-    if not fits or len(wanted) != len(sizes):
+    fits = len(wanted) == len(sizes)
+    for want, have in zip(wanted, sizes):  # a loop: this runs 14 times a layer and token
+        fits = fits and (want == have or isinstance(want, str))
+    if not fits:
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
         raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
     return sizes
