@@ -398,7 +398,7 @@ class SinkAttention(nn.Module):
 
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
-    """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard's."""
+    """[B, T, n*head_dim] -> [B, n, T, head_dim], else ValueError; n may be that of a shard."""
     if projected.shape[-1] % head_dim:
         raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
                          f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
@@ -1086,7 +1086,8 @@ class DecoderOnlyLM(nn.Module):
     embedding_scale, logits capped to logit_softcap * tanh(logits / logit_softcap). The rotation
     tables [max_len, rope_dim] with base rope_base are as wide as what the blocks turn, and no
     state: they stay float32 on the CPU, and the rows that a forward needs are moved. eps is the
-    norms'. A part with new_cache() says what cache its block takes.
+    norms'. A part with new_cache() says what cache its block takes. ValueError for sizes that do
+    not fit each other; a constructor that refuses has drawn nothing.
     """
 
     def __init__(self, vocab_size: int, d_model: int = 96, n_layers: int = 2, n_q_heads: int = 8,
