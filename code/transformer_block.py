@@ -401,7 +401,7 @@ class SinkAttention(nn.Module):
 
 
 def split_heads(projected: Tensor, head_dim: int) -> Tensor:
-    """[B, T, n*head_dim] -> [B, n, T, head_dim]; n comes from the tensor, it may be a shard's."""
+    """[B, T, n*head_dim] -> [B, n, T, head_dim], else ValueError; n may be that of a shard."""
     if projected.shape[-1] % head_dim:
         raise ValueError(f"a projection of width {projected.shape[-1]} holds no whole heads of "
                          f"head_dim={head_dim}: the ranks must divide n_kv_heads")  # fmt: skip
@@ -1089,7 +1089,8 @@ class DecoderOnlyLM(nn.Module):
     embedding_scale, logits capped to logit_softcap * tanh(logits / logit_softcap). The rotation
     tables [max_len, rope_dim] with base rope_base are as wide as what the blocks turn, and no
     state: they stay float32 on the CPU, and the rows that a forward needs are moved. eps is the
-    norms'. A part with new_cache() says what cache its block takes.
+    norms'. A part with new_cache() says what cache its block takes. ValueError for sizes that do
+    not fit each other; a constructor that refuses has drawn nothing.
     """
 
     def __init__(self, vocab_size: int, d_model: int = 96, n_layers: int = 2, n_q_heads: int = 8,
@@ -1201,10 +1202,12 @@ class DecoderOnlyLM(nn.Module):
         rows = table(torch.arange(table.num_embeddings, device=x.device))  # it takes ids only
         return F.linear(x, rows)
 
-    def _vocab_size(self, ids: Tensor) -> int:
-        """How many logits the head gives now, asked with no tokens: any part may be replaced."""
+    def _vocab_size(self, ids: Tensor) -> float:
+        """How many logits the head gives now, since any part may have been replaced."""
+        if self.lm_head is not None:
+            return getattr(self.lm_head, "out_features", math.inf)
         with torch.no_grad():
-            return self._head(self.embedding(ids[:, :0].long())).shape[-1]
+            return self._head(self.embedding(ids[:, :0].long())).shape[-1]  # of no tokens
 
     def stream(self, ids: Tensor, max_new_tokens: int, *, key_padding_mask: Tensor | None = None,
                temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
@@ -1786,8 +1789,10 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     wanted = shape
     if shape[0] is ...:  # as many axes as there are more, of any size
         wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
-    fits = all(isinstance(want, str) or want == have for want, have in zip(wanted, sizes))
-    if not fits or len(wanted) != len(sizes):
+    fits = len(wanted) == len(sizes)
+    for want, have in zip(wanted, sizes):  # a loop: this runs 14 times a layer and token
+        fits = fits and (want == have or isinstance(want, str))
+    if not fits:
         axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
         raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
     return sizes
@@ -1913,7 +1918,7 @@ def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> Non
             raise ValueError("key_padding_mask must pad on the left and end in a real token")
 
 
-def require_token_ids(eos_id: object, vocab_size: int) -> list[int]:
+def require_token_ids(eos_id: object, vocab_size: float) -> list[int]:
     """The one or several ids as a list; refuses what is no token."""
     ends = [eos_id]
     if isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor)):
