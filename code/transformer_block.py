@@ -2421,8 +2421,7 @@ def prove_D01_loss(device: str) -> dict[str, bool]:
         claims[f"loss over {name}"] = check_close(loss, expected)
     claims["no pairs give 0"] = next_token_loss(logits[:, :1], ids[:, :1]).item() == 0.0
     for low in (logits.half(), logits.bfloat16()):
-        dtype = next_token_loss(low, ids).dtype
-        claims[f"the loss of {low.dtype} is float32"] = dtype == torch.float32
+        claims[f"float32 loss of {low.dtype}"] = next_token_loss(low, ids).dtype == torch.float32
     return claims
 
 
@@ -2782,32 +2781,32 @@ def prove_D06_defaults(_device: str) -> dict[str, bool]:
     """Every default of every class and function, in the order of its arguments."""
     attention = (None, None, False, None, False, False, None, None, 1e-6, attend)
     model = (96, 2, 8, 2, 256, 2048, 10000.0, None, None, None, True, 1.0, None, 1e-6)
-    defaults = [  # of these, in the order of their arguments
-        ((VanillaEncoderLayer2017, VanillaSeq2SeqDecoderLayer2017), (96, 8, 384, F.relu, 1e-5)),
-        ((GPT2StyleDecoderLayer,), (96, 8, 384, F.gelu, 1e-5)),
-        ((ModernDecoderBlock, BranchNormDecoderBlock), (96, 8, 2, 256, None, None, 1e-6)),
-        ((ParallelDecoderBlock,), (96, 8, None, 384, None, None, True, 1e-5)),
-        ((DecoderOnlyLM,), model),
-        ((DecoderOnlyLM.stream, DecoderOnlyLM.generate), (None, 0.0, None, None, None, None)),
-        ((pick_next_token,), (0.0, None, None, None)),
-        ((MultiHeadAttention,), attention),
-        ((attend, attend_fused, SinkAttention.forward), (None, False, None, None)),
-        ((MultiHeadLatentAttention, KVCache), (None,)),
-        ((SinkAttention,), ()),
-        ((RMSNorm,), (1e-6,)),
-        ((DenseFFN,), (F.gelu, False)),
-        ((GatedFFN,), (F.silu, False)),
-        ((ClampedGatedFFN,), (1.702, 7.0)),
-        ((MoEFFN,), (4, 1)),
-        ((SoftmaxRouter,), (True, 1.0, 1, 1, False)),
-        ((SigmoidRouter,), (True, 1.0, 1, 1, True)),
-        ((MixtureFFN,), (None, False)),
-        ((build_rope_cache,), (10000.0, None, torch.float32)),
-        ((kv_cache_bytes,), (1, 2)),
-        ((gated_hidden_size,), (1, 1.0)),
-    ]
+    defaults = {  # of these, in the order of their arguments
+        (VanillaEncoderLayer2017, VanillaSeq2SeqDecoderLayer2017): (96, 8, 384, F.relu, 1e-5),
+        (GPT2StyleDecoderLayer,): (96, 8, 384, F.gelu, 1e-5),
+        (ModernDecoderBlock, BranchNormDecoderBlock): (96, 8, 2, 256, None, None, 1e-6),
+        (ParallelDecoderBlock,): (96, 8, None, 384, None, None, True, 1e-5),
+        (DecoderOnlyLM,): model,
+        (DecoderOnlyLM.stream, DecoderOnlyLM.generate): (None, 0.0, None, None, None, None),
+        (pick_next_token,): (0.0, None, None, None),
+        (MultiHeadAttention,): attention,
+        (attend, attend_fused, SinkAttention.forward): (None, False, None, None),
+        (MultiHeadLatentAttention, KVCache): (None,),
+        (SinkAttention,): (),
+        (RMSNorm,): (1e-6,),
+        (DenseFFN,): (F.gelu, False),
+        (GatedFFN,): (F.silu, False),
+        (ClampedGatedFFN,): (1.702, 7.0),
+        (MoEFFN,): (4, 1),
+        (SoftmaxRouter,): (True, 1.0, 1, 1, False),
+        (SigmoidRouter,): (True, 1.0, 1, 1, True),
+        (MixtureFFN,): (None, False),
+        (build_rope_cache,): (10000.0, None, torch.float32),
+        (kv_cache_bytes,): (1, 2),
+        (gated_hidden_size,): (1, 1.0),
+    }
     claims = {}
-    for owner, expected in [(owner, values) for owners, values in defaults for owner in owners]:
+    for owner, expected in [(owner, d) for owners, d in defaults.items() for owner in owners]:
         parameters = inspect.signature(owner).parameters.values()
         written = tuple(p.default for p in parameters if p.default is not p.empty)
         claims[f"defaults of {owner.__qualname__}"] = written == expected
@@ -3305,8 +3304,9 @@ def prove_D15_devices(device: str) -> dict[str, bool]:
     gpt2, moe = GPT2StyleDecoderLayer(16, 4, 12).to(device), MoEFFN(16, 12).to(device)
     x, ids = torch.randn(2, 3, 16).to(device), torch.tensor([[1, 2]], device=device)
     with contextlib.ExitStack() as stack, torch.device("meta"):
-        stack.callback(setattr, nn.init, "normal_", nn.init.normal_)
-        nn.init.normal_ = lambda weight, **_: weight  # the one for "meta" takes a second to load
+        for name in ("normal_", "kaiming_uniform_"):  # those for "meta" take long to load
+            stack.callback(setattr, nn.init, name, getattr(nn.init, name))
+            setattr(nn.init, name, lambda weight, **_: weight)
         grown, logits = lm.generate(ids, 2, key_padding_mask=ids > 0, eos_id=3), lm(ids)
         made = [grown, logits, next_token_loss(logits, ids), decoder(x, x), moe(x)]
         made += [*build_rope_cache(3, 4, device=device), gpt2(x, kv_cache=KVCache())]
