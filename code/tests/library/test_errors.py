@@ -1122,7 +1122,11 @@ def demands():
             if isinstance(node, ast.Raise) and node.exc is not None:  # no refusal passed on
                 yield node, None
             if isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("require_"):
-                named = [k.arg for k in node.keywords if k.arg not in ("above", "kind", "layer")]
+                named = [
+                    k.arg
+                    for k in node.keywords
+                    if k.arg not in ("above", "optional", "kind", "layer")
+                ]
                 if node.func.id == "require_tensor" and isinstance(node.args[0], ast.Constant):
                     named = [node.args[0].value]
                 for name in named or [None]:
