@@ -202,6 +202,9 @@ def recipe_table(title: str) -> str:
 
     if title == "front":
         return recipes.markdown_table(recipes.FRONT, recipes.FRONT_MODELS) + "\n"
+    if title in recipes.TABLES_2026:
+        columns = recipes.TABLES_2026[title]
+        return recipes.markdown_table(columns, recipes.RECIPES_2026, recipes.cells_2026) + "\n"
     return recipes.markdown_table(recipes.TABLES[title]) + "\n"
 
 
