@@ -144,6 +144,10 @@ class Trouble(Exception):  # noqa: N818, it is a finding, not an error of ours
     """What is wrong with a call, in words."""
 
 
+class Unjudged(Exception):  # noqa: N818
+    """The answer itself fails in a case, which then says nothing of theirs."""
+
+
 class TimeUp(BaseException):
     """Their code takes too long; no Exception, so that theirs does not swallow it."""
 
@@ -3712,12 +3716,14 @@ def undisturbed() -> Iterator[None]:
     """Their code runs in float64 with gradients, and what it sets globally is put back."""
     dtype, threads, rng = torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device(None)
     torch.set_num_threads(1)  # the tensors are tiny
     try:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        torch.set_default_device(None)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_rng_state(rng)
@@ -3820,8 +3826,10 @@ class Judgement:
         return self.found[i]
 
     def differences(self, other: "Judgement") -> Iterator[tuple[int, Difference]]:
-        """Where another's results are not these, by case."""
+        """Where another's results are not these, by case; Unjudged where these are none."""
         for i, case in enumerate(self.exercise.cases):
+            if {"raised", "trouble"} & set(self[i]):
+                raise Unjudged(f"the answer itself fails in {case.call}: {kind_of(self[i])}")
             found = difference(self[i], other[i], case)
             if found is not None:
                 yield i, found
@@ -3951,6 +3959,8 @@ def read_module(exercise: ModuleExercise, cls: Callable) -> tuple[Verdict, Their
     """Read their parameters, run all cases, name the mistake where one fails; and the reading."""
     usual = exercise.sizes[0]
     theirs = Theirs(exercise, cls, judged_known(exercise.name).subject)
+    if exercise.first(theirs.like.make(usual).module, usual) is None:
+        raise Unjudged(f"the answer itself fails in {exercise.cases[0].call}")
     try:
         Judgement.last = exercise.cases[0]
         with default_dtype(torch.float32), contextlib.suppress(Trouble):

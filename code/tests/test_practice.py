@@ -411,6 +411,49 @@ def test_escape_codes_that_a_file_prints_do_not_reach_the_terminal(tmp_path, cap
 
 
 # =============================================================================================
+# Never a false right
+# =============================================================================================
+
+GLOBALS = [
+    "torch.set_default_device('meta')",
+    "torch.set_default_dtype(torch.float16)",
+    "torch.set_grad_enabled(False)",
+]
+
+
+@pytest.mark.parametrize("line", GLOBALS)
+@pytest.mark.parametrize("name", ["swiglu", "ModernBlock"])
+def test_what_a_file_sets_globally_decides_nothing(name, line):
+    fault = FAULTS[name][0]
+    for text, right in (
+        (practice.planted(name, fault), False),
+        (practice.answer_source(name), True),
+    ):
+        (verdict,) = practice.judge(f"import torch\n{line}\n{text}", [name])
+        assert verdict.right is right, verdict.text()
+        assert verdict.mistake == (None if right else fault.says)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "ModernBlock"])
+def test_an_answer_that_raises_itself_judges_nothing(name, monkeypatch):
+    """Theirs raises what the reference raises: that makes it no right answer."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("not on this machine")
+
+    monkeypatch.setattr(torch.nn.functional, "silu", fails)
+    practice.judged_known.cache_clear()
+    practice.known_module.cache_clear()
+    try:
+        (verdict,) = practice.judge(practice.answer_source(name), [name])
+        assert not verdict.right and verdict.headline == "not judged"
+        assert "the answer itself fails" in verdict.text()
+    finally:
+        practice.judged_known.cache_clear()
+        practice.known_module.cache_clear()
+
+
+# =============================================================================================
 # Command line
 # =============================================================================================
 
