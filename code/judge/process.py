@@ -49,7 +49,7 @@ class Failure(NamedTuple):
     """Why a child's answer is not whole.
 
     kind: "computing" or "clock" (the limit that was passed), "stuck" (by the clock, and nothing
-    could interrupt it), "crash" (the process has ended). stage: the label of the last stage.
+    could interrupt it), "crash" (the process has ended). stage: the label of what ran last.
     """
 
     kind: str
@@ -139,7 +139,7 @@ class Child:
                 continue
             kind, content = json.loads(line.removeprefix(prefix))
             until = time.monotonic() + patience
-            if kind == "stage":
+            if kind in ("stage", "running"):
                 stage = content
             elif kind == "late":
                 self.failure = Failure(content["limit"], stage, content["words"])
@@ -177,10 +177,14 @@ class Channel:
         self._computing, self._clock = time.process_time(), time.monotonic()
         self.send("stage", label)
 
+    def running(self, label: str) -> None:
+        """Say what runs now, within the limits of the stage."""
+        self.send("running", label)
+
     def _watch(
         self, sleep=time.sleep, computed=time.process_time, now=time.monotonic, leave=os._exit
     ) -> None:  # fmt: skip
-        """End the process when a stage is late; its functions are bound before others patch them."""
+        """End the process when a stage is late; bound before the code could patch them."""
         limits = self._limits
         while True:
             sleep(TICK_SECONDS)
