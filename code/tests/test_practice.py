@@ -22,14 +22,14 @@ import pytest
 import torch
 
 import practice
-import whiteboard
 from practice import EXERCISES, FAULTS
+from whiteboard import blocks
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 NOTES = Path(practice.__file__).parents[1] / "transformer_block_tutorial.md"
 STYLES = sorted(path.stem.removeprefix("right_") for path in practice_wrong.ANSWERS.glob("right_*"))
-WHITEBOARD = Path(whiteboard.__file__).read_text(encoding="utf-8")
+WHITEBOARD = Path(blocks.__file__).read_text(encoding="utf-8")
 
 
 def style(name: str) -> str:
@@ -608,8 +608,8 @@ def test_cards_are_lines_of_three_fields_with_mathjax(command):
 
 def test_judge_and_answers_import_torch_and_the_standard_library_alone():
     allowed = set(sys.stdlib_module_names) | {"torch", "whiteboard", "transformer_block"}
-    for module in (practice, whiteboard):
-        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))):
+    for path in (Path(practice.__file__), *Path(blocks.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed
