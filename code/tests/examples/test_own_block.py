@@ -3,24 +3,19 @@
 import ast
 import copy
 import functools
-import sys
 from importlib import metadata
 from pathlib import Path
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 import checkpoints
+import pytest
 import smollm2
+import torch
 from own_block import BlockError, Constants, OwnFile
 from transformer_block import DecoderOnlyLM
 
 import practice
 
-ANSWERS = Path(__file__).parent / "practice_answers"
+ANSWERS = Path(practice.__file__).parent / "tests" / "judge" / "practice_answers"
 STYLES = sorted(
     path for path in ANSWERS.glob("right_*.py") if "class ModernBlock" in path.read_text()
 )
