@@ -50,7 +50,7 @@ def run_try(args: argparse.Namespace, progress: Progress, warm: Child | None = N
     except Unreadable as why:
         print(printable(wrong(Path(args.file).name, str(why)).text()))
         return 1
-    trial = Trial(source, args.names or None)
+    trial = Trial(source, args.names or None, args.case)
     solved, failed = [], 0
     for verdict in debugged(source, trial) if args.debug else trial.verdicts(warm):
         print(printable(shown(verdict, args, progress)), flush=True)
@@ -68,7 +68,7 @@ def debugged(source: object, trial: Trial) -> list[Verdict]:
     """The verdicts, judged in this process without limits, so that breakpoint() works."""
     from judge.worker import in_this_process  # noqa: PLC0415, it imports torch
 
-    judge = in_this_process(source, trial.names)
+    judge = in_this_process(source, trial.names, trial.case)
     yield from judge.verdicts()
     trial.notes += judge.notes
 

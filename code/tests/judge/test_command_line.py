@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import practice
-from judge.answers import answer_source, execute, planted
+from judge.answers import answer_source, execute
 from judge.catalogue import TASKS
 from judge.judging import judge
 from judge.mistakes import mistakes_of
