@@ -309,7 +309,8 @@ def test_a_wrong_part_is_wrong_in_every_packing(one, part, name, monkeypatch):
 UNSEEN_IN_CLASSES = (
     "a query without keys|base is fixed|every query head reads KV head 0|the KV heads are averaged"
     "|the groups are read|query head i|scores are divided by sqrt\\(d_v\\)"
-    "|the positions are ignored|positions count from 1|the output stays|the mask is ignored|it is causal by itself"
+    "|the positions are ignored|positions count from 1|the output stays|the mask is ignored"
+    "|it is causal by itself"
     "|scores are divided by sqrt\\(8\\)"
 )
 
