@@ -193,7 +193,7 @@ class WindowExercise(ClassExercise):
         return Case(self.call(sizes, self.inputs(sizes, 2, 14), more), run)
 
     def all_cases(self) -> list[Case]:
-        """As of attention with a cache, and texts longer than the window in chunks of all lengths."""
+        """As of attention with a cache; texts longer than the window in chunks of all lengths."""
         usual, *others = self.sizes
         more = [self.full(usual, 2, 12), self.chunked(usual, 2, (7, 5, 1))]
         more += [self.chunked(usual, 1, (1,) * 9), self.chunked(others[-1], 2, (2, 9, 1, 1))]

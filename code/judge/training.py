@@ -99,7 +99,8 @@ def clip_cases() -> list[Case]:
         case(0.5, ", one parameter", only="b"),
         case(0.5, ", two parameters", only="wb"),
         case(0.5), case(3.0), case(100.0), case(2.5, said, without="b"),
-        case(50.0, said, without="w"), case(1.5, ", from an iterator", once=True), case(1.0, ", none with a gradient", without="wbsv"),
+        case(50.0, said, without="w"), case(1.5, ", from an iterator", once=True),
+        case(1.0, ", none with a gradient", without="wbsv"),
     ]  # fmt: skip
 
 
