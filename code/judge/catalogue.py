@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
 
 def read_tasks(text: str) -> list[Task]:
-    """Each begins with `# name | level | demo | section | asks`, a star behind what is asked most."""
+    """Each begins with `# name | level | demo | section | asks`, and a star where asked most."""
     found = []
     for part in re.split(r"^# ", text, flags=re.M)[1:]:
         head, _, template = part.partition("\n")

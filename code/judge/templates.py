@@ -33,6 +33,6 @@ def template(name: str) -> str:
 
 
 def signature(node: ast.FunctionDef) -> str:
-    """Its first line as in the answer, without a body behind it and arguments of the answer's own."""
+    """Its first line as in the answer, without a body behind it or private arguments."""
     line = re.sub(r", _\w+=\(\)", "", whiteboard().lines[node.lineno - 1].rstrip())
     return line if line.endswith(":") else line.partition("): ")[0] + "):"
