@@ -117,7 +117,7 @@ def printable(text: str) -> str:
 
 
 def run_watch(args: argparse.Namespace, progress: Progress) -> int:
-    """Judge whenever the file is saved, until Ctrl-C; the next process waits with torch imported."""
+    """Judge whenever the file is saved, until Ctrl-C; the next process waits, torch imported."""
     before: object = None
     warm = Child(WORKER)
     try:

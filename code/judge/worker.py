@@ -9,7 +9,7 @@ from judge.source import Source
 
 
 def answer(request: dict, channel: Channel) -> None:
-    """request: {"text", "filename", "names"}; sends ("names", […]), ("verdict", {…}), ("note", …)."""
+    """request: {"text", "filename", "names"}; sends "names", a "verdict" for each, "note"s."""
     filename, names = request["filename"], request["names"]
     sys.argv = [filename]
     sys.path.insert(0, str(Path(filename).resolve().parent))

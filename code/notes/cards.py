@@ -13,7 +13,7 @@ from pathlib import Path
 NOTES = Path(__file__).resolve().parents[2] / "transformer_block_tutorial.md"
 sys.path.insert(0, str(NOTES.parent / "code"))
 
-from judge.notes import section_of
+from judge.notes import section_of  # noqa: E402, the path comes first
 
 # Blocks of code first: a $ in them is no formula, a ``` in a formula does not occur.
 PARTS = re.compile(

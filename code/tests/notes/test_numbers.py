@@ -409,7 +409,10 @@ def overlays():
 
 def also_asked():
     weights, bandwidth, peak = 70e9 * 2, 3.35e12, 990e12  # an H100's, as its data sheet has them
-    yield 9, f"{weights / 1e9:.0f} GB; at 3.35 TB/s that is {weights / bandwidth * 1e3:.0f} ms a step"
+    yield (
+        9,
+        f"{weights / 1e9:.0f} GB; at 3.35 TB/s that is {weights / bandwidth * 1e3:.0f} ms a step",
+    )
     rows = peak / bandwidth  # 2 FLOPs and 2 bytes a weight and row: one FLOP a byte and row
     yield 9, f"about {round(rows, -2):.0f} rows on"
     p = torch.tensor([0.99, 0.01], dtype=torch.float64).log().requires_grad_()
