@@ -1,7 +1,7 @@
 """Right answers as short as people write them, to the exercises that NumPy does not fit."""
 
 import math
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -90,8 +90,8 @@ class AdamW:
         c1, c2 = (1 - b**self.t for b in self.betas)
         for p, m, v in self.slots:
             if p.grad is not None:
-                m += (1 - self.betas[0]) * (p.grad - m)
-                v += (1 - self.betas[1]) * (p.grad**2 - v)
+                m.add_(p.grad - m, alpha=1 - self.betas[0])
+                v.add_(p.grad**2 - v, alpha=1 - self.betas[1])
                 decayed = (1 - self.lr * self.weight_decay) * p.data
                 p.data.copy_(decayed - self.lr * (m / c1) / ((v / c2) ** 0.5 + self.eps))
 
@@ -142,7 +142,7 @@ def dropout(x, p, training, generator=None):
 def bpe_train(text, n_merges):
     parts, merges = [bytes([b]) for b in text.encode()], []
     for _ in range(n_merges):
-        pairs = list(zip(parts, parts[1:]))
+        pairs = list(pairwise(parts))
         if not pairs:
             return merges
         best = max(set(pairs), key=lambda pair: (pairs.count(pair), pair))
@@ -169,7 +169,7 @@ def bpe_encode(text, merges):
 
 
 def bpe_decode(ids, merges):
-    pieces = [bytes([i]) if i < 256 else sum(merges[i - 256], start=b"") for i in ids]
+    pieces = [bytes([i]) if i < 256 else b"".join(merges[i - 256]) for i in ids]
     return b"".join(pieces).decode(errors="replace")
 
 

@@ -1,6 +1,7 @@
 """Right answers written out: einsum, loops, Jacobians, closures, no helper of torch's losses."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -197,7 +198,7 @@ class Value:
 
 class AdamW:
     def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
-        self.params = [p for p in parameters]
+        self.params = list(parameters)
         self.lr = lr
         self.beta1, self.beta2 = betas
         self.eps = eps
@@ -299,7 +300,7 @@ def bpe_train(text, n_merges):
     merges = []
     while len(merges) < n_merges and len(tokens) >= 2:
         counts = {}
-        for pair in zip(tokens[:-1], tokens[1:]):
+        for pair in pairwise(tokens):
             counts[pair] = counts.get(pair, 0) + 1
         most = max(counts.values())
         best = sorted(pair for pair in counts if counts[pair] == most)[-1]
@@ -325,7 +326,7 @@ def bpe_encode(text, merges):
         known.setdefault(a + b, 256 + i)
     rank = {(known[a], known[b]): i for i, (a, b) in enumerate(merges)}
     while True:
-        pairs = [(rank[pair], i) for i, pair in enumerate(zip(ids, ids[1:])) if pair in rank]
+        pairs = [(rank[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in rank]
         if not pairs:
             return ids
         best, i = min(pairs)

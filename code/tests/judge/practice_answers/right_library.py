@@ -3,6 +3,7 @@
 import collections
 import heapq
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -244,7 +245,7 @@ def bpe_train(text, n_merges):
     """On ids, with a table of what they spell."""
     ids, spelt, merges = list(text.encode()), [bytes([i]) for i in range(256)], []
     while len(merges) < n_merges and len(ids) > 1:
-        counts = collections.Counter(zip(ids, ids[1:]))
+        counts = collections.Counter(pairwise(ids))
         top = max(counts.values())
         pair = max(
             (p for p, c in counts.items() if c == top), key=lambda p: (spelt[p[0]], spelt[p[1]])
