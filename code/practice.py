@@ -241,7 +241,7 @@ def add_options(one: argparse.ArgumentParser, command: str) -> None:
     add("file", metavar="FILE", help="a Python file or notebook of yours; it is executed")
     add("names", nargs="*", type=exercise, metavar="NAME")
     add("--hint", action="store_true",
-        help="keep the mistake's name back: first the case, then the place, then the name")  # fmt: skip
+        help="keep the name back: first the case, then the place, then the name")  # fmt: skip
     add("--case", action="store_true", help="print the failing case as Python for a REPL")
     one.set_defaults(debug=False)
     if command == "try":
