@@ -85,7 +85,7 @@ def clip_cases() -> list[Case]:
             given = parameters_of(gradients_at(0, 1.0, without))
             before = {name: p.detach().clone() for name, p in given.items()}
             chosen = [p for name, p in given.items() if not only or name in only]
-            norm = number(function(iter(chosen) if once else chosen, max_norm))
+            norm = number(function(iter(chosen) if once else chosen, max_norm), "the norm")
             found = {"the norm it returns": norm}
             for name, p in given.items():
                 found[f"{name}.grad"] = None if p.grad is None else p.grad
@@ -169,7 +169,7 @@ def accumulate_cases() -> list[Case]:
                     p.grad = torch.ones_like(p)
             values = {name: p.detach().clone() for name, p in model.named_parameters()}
             given = [(ids.clone(), mask.clone()) for ids, mask in batches]
-            found = {"the loss": number(result_of(function, model, given))}
+            found = {"the loss": number(result_of(function, model, given), "the loss")}
             for name, p in model.named_parameters():
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
                 found[f"the gradient of {name}"] = grad
@@ -214,6 +214,8 @@ def dropout_cases() -> list[Case]:
             again = as_tensor(result_of(function, x.clone(), p, True, generator()))
             dropped = y.detach() == 0
             kept = (y.detach() / x)[~dropped]
+            if not kept.numel():
+                raise Trouble(f"all entries are 0 at p = {p}")
             share, spread = dropped.double(), 5 * math.sqrt(p * (1 - p))
             return {
                 f"whether about {p:.0%} of the entries are zeros":
@@ -277,7 +279,7 @@ def quantize_cases() -> list[Case]:
 
     def case(w: Tensor, more: str = "") -> Case:
         def run(function: Callable) -> dict[str, object]:
-            q, scale = named_pair(result_of(function, w.clone()))
+            q, scale = named_results(result_of(function, w.clone()), ("q", "scale")).values()
             alive = w.abs().amax(dim=1) > 0
             found = {"q": q, "the scale": scale}
             if scale.shape == alive.shape:
@@ -298,11 +300,6 @@ def quantize_cases() -> list[Case]:
         case(w[:1]), case(w), case(-w.abs(), " below 0"), case(spread * w, " of rows of all sizes"),
         case(zeros, " with rows of zeros"), case(drawn("w", 4, 9).float(), " in float32"),
     ]  # fmt: skip
-
-
-def named_pair(result: object) -> tuple[Tensor, Tensor]:
-    """q and scale, which must be two."""
-    return tuple(named_results(result, ("q", "scale")).values())
 
 
 CASES = {
