@@ -147,8 +147,9 @@ def listing(solved: dict[str, str]) -> str:
         for task in TASKS.values():
             if task.level == level:
                 mark = "x" if task.name in solved else " "
-                lines.append(f"  [{mark}] {task.name:18} {task.asks:45} {task.section}")
-    count = f"{len(solved)} of {len(TASKS)} solved."
+                often = "*" if task.often else " "
+                lines.append(f"  [{mark}] {task.name:21} {often} {task.asks:48} {task.section}")
+    count = f"{len(solved)} of {len(TASKS)} solved, * are asked most."
     return "\n".join([*lines, f"{count} `blank NAME` prints a template, `try FILE` judges it."])
 
 
