@@ -5,7 +5,7 @@
     python3 code/practice.py try mine.py             judges every exercise that mine.py defines
 
 A judged file is executed, as the program of yours that it is. Values and gradients are compared
-with the answers in whiteboard.py on drawn weights; names, packing and order of your parameters are
+with the answers in whiteboard/ on drawn weights; names, packing and order of your parameters are
 yours. A wrong piece is compared with the answer after planting known mistakes in it, one or two at
 a time: the one that behaves like yours is named.
 """
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 HERE = Path(__file__).resolve().parent
-WHITEBOARD = HERE / "whiteboard.py"
+WHITEBOARD = HERE / "whiteboard"
 NOTES = HERE.parent / "transformer_block_tutorial.md"
 
 CLOSE = 1e-5  # of the largest value: people's norms, softmax and tables run in float32 somewhere
@@ -72,10 +72,12 @@ class Fault(NamedTuple):
 
 @functools.cache
 def definitions() -> tuple[list[ast.stmt], dict[str, ast.stmt], list[str]]:
-    """The imports, the definitions by name, and the lines of whiteboard.py."""
-    text = WHITEBOARD.read_text(encoding="utf-8")
+    """The outside imports, the definitions by name, and the lines of whiteboard/."""
+    files = sorted(WHITEBOARD.glob("*.py"), key=lambda path: (path.name != "blocks.py", path.name))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     body = ast.parse(text).body
     imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    imports = [n for n in imports if not getattr(n, "module", "").startswith("whiteboard")]
     named = {node.name: node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     return imports, named, text.split("\n")
 
@@ -99,8 +101,8 @@ def answer_source(name: str) -> str:
     heads = [ast.unparse(n) for n in imports if {a.asname or a.name for a in n.names} & used]
     starts = [min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1 for node in nodes]
     texts = ["\n".join(lines[i : node.end_lineno]) for i, node in zip(starts, nodes)]
-    standard = [head for head in heads if "torch" not in head]
-    others = [head for head in heads if "torch" in head]
+    standard = sorted({head for head in heads if "torch" not in head})
+    others = list(dict.fromkeys(head for head in heads if "torch" in head))
     top = "\n\n".join("\n".join(part) for part in (standard, others) if part)
     return top + "\n\n\n" + "\n\n\n".join(texts) + "\n"
 
@@ -142,6 +144,10 @@ def known(name: str, *faults: Fault) -> object:
 
 class Trouble(Exception):  # noqa: N818, it is a finding, not an error of ours
     """What is wrong with a call, in words."""
+
+
+class Unjudged(Exception):  # noqa: N818
+    """The answer itself fails in a case, which then says nothing of theirs."""
 
 
 class TimeUp(BaseException):
@@ -2208,7 +2214,7 @@ KNOWN_MISTAKES = r"""
 -* q.shape[-1] ** -0.5
 +* k.shape[2] ** -0.5
 * the weights are scaled, not the scores: sqrt(d_h) belongs inside the softmax
--    scores = q @ k.mT * q.shape[-1] ** -0.5
+-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
 +    scores = q @ k.mT
 +    v = v * q.shape[-1] ** -0.5
 * each query takes its best key alone (argmax); the softmax mixes
@@ -2252,14 +2258,14 @@ KNOWN_MISTAKES = r"""
 -t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
 +t.flip(1).repeat_interleave(q.shape[1] // t.shape[1], dim=1)
 * every query gets the plain mean of its values; the scores must weigh them
--    scores = q @ k.mT
-+    scores = 0 * q @ k.mT
+-(q * q.shape[-1]
++(0 * q * q.shape[-1]
 * the values come back as they are; the weights must mix them
 -return weights * mask @ v
 +return v[:, :, -q.shape[2] :] + 0 * weights[..., :1]
 * a row of the batch reads the keys of another row
--q @ k.mT
-+q @ k.roll(1, 0).mT
+-@ k.mT
++@ k.roll(1, 0).mT
 * the output stays [B, T, H, d_v]; it must be [B, H, T, d_v]
 -return weights * mask @ v
 +return (weights * mask @ v).transpose(1, 2)
@@ -2361,9 +2367,9 @@ KNOWN_MISTAKES = r"""
 +new_largest = torch.zeros_like(largest)
 * all scores [T, S] are kept at once; only one block of them may exist
 -    for k_block, v_block in zip(k.split(block), v.split(block)):
--        scores = q @ k_block.mT
+-        scores = (q * q.shape[1] ** -0.5) @ k_block.mT
 +    for k_block, v_block in [(k, v)]:
-+        scores = q @ k_block.mT
++        scores = (q * q.shape[1] ** -0.5) @ k_block.mT
 * it is causal; every query sees every key
 -        new_largest = torch
 +        start = out.new_zeros(()) if not total.any() else seen
@@ -3372,28 +3378,28 @@ KNOWN_MISTAKES = r"""
 +
 # next_token_loss
 * nothing is shifted: logits at t are compared with ids at t; it must be t + 1
--F.cross_entropy(logits[:, :-1].mT, ids[:, 1:],
-+F.cross_entropy(logits[:, :-1].mT, ids[:, :-1],
+-F.cross_entropy(wide[:, :-1].mT, ids[:, 1:],
++F.cross_entropy(wide[:, :-1].mT, ids[:, :-1],
 * nothing is shifted, the last position included
--logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
--    return losses[mask[:, :-1] & mask[:, 1:]].mean()
-+logits.mT, ids, reduction="none")
-+    return losses[mask].mean()
+-wide[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
+-    pairs = mask[:, :-1] & mask[:, 1:]
++wide.mT, ids, reduction="none")
++    pairs = mask
 * it is shifted the wrong way: logits at t + 1 are compared with ids at t
--logits[:, :-1].mT, ids[:, 1:],
-+logits[:, 1:].mT, ids[:, :-1],
+-wide[:, :-1].mT, ids[:, 1:],
++wide[:, 1:].mT, ids[:, :-1],
 * it is shifted twice: logits at t against ids at t + 2
--logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
--    return losses[mask[:, :-1] & mask[:, 1:]].mean()
-+logits[:, :-2].mT, ids[:, 2:], reduction="none")
-+    return losses[mask[:, :-2] & mask[:, 2:]].mean()
+-wide[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
+-    pairs = mask[:, :-1] & mask[:, 1:]
++wide[:, :-2].mT, ids[:, 2:], reduction="none")
++    pairs = mask[:, :-2] & mask[:, 2:]
 * ids are rolled, so the last position is asked for the first id
--logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
--    return losses[mask[:, :-1] & mask[:, 1:]].mean()
-+logits.mT, ids.roll(-1, 1), reduction="none")
-+    return losses[mask & mask.roll(-1, 1)].mean()
+-wide[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
+-    pairs = mask[:, :-1] & mask[:, 1:]
++wide.mT, ids.roll(-1, 1), reduction="none")
++    pairs = mask & mask.roll(-1, 1)
 * the mask is ignored: padding is counted
--losses[mask[:, :-1] & mask[:, 1:]].mean()
+-losses[pairs].sum() / pairs.sum().clamp(min=1)
 +losses.mean()
 * the mask of the token at t + 1 alone is used; both must be real
 -mask[:, :-1] & mask[:, 1:]
@@ -3408,29 +3414,29 @@ KNOWN_MISTAKES = r"""
 -mask[:, :-1] & mask[:, 1:]
 +~(mask[:, :-1] & mask[:, 1:])
 * the sum is divided by all pairs, padding included
--losses[mask[:, :-1] & mask[:, 1:]].mean()
-+losses[mask[:, :-1] & mask[:, 1:]].sum() / losses.numel()
+-pairs.sum().clamp(min=1)
++losses.numel()
 * the sum is divided by the real tokens; it must be the real pairs
--losses[mask[:, :-1] & mask[:, 1:]].mean()
-+losses[mask[:, :-1] & mask[:, 1:]].sum() / mask.sum()
+-pairs.sum().clamp(min=1)
++mask.sum().clamp(min=1)
 * rows are averaged first, and their means averaged; every pair counts the same
--losses[mask[:, :-1] & mask[:, 1:]].mean()
-+torch.stack([row[m].mean() for row, m in zip(losses, mask[:, :-1] & mask[:, 1:])]).mean()
+-losses[pairs].sum() / pairs.sum().clamp(min=1)
++torch.stack([row[m].mean() for row, m in zip(losses, pairs)]).mean()
 * it is the sum; the mean was asked for
--& mask[:, 1:]].mean()
-+& mask[:, 1:]].sum()
+-losses[pairs].sum() / pairs.sum().clamp(min=1)
++losses[pairs].sum()
 * the sum is divided by the rows; it must be the pairs
--& mask[:, 1:]].mean()
-+& mask[:, 1:]].sum() / len(ids)
+-losses[pairs].sum() / pairs.sum().clamp(min=1)
++losses[pairs].sum() / len(ids)
 * it is in bits; cross entropy is in nats
--& mask[:, 1:]].mean()
-+& mask[:, 1:]].mean() / 0.6931471805599453
+-losses[pairs].sum() / pairs.sum().clamp(min=1)
++losses[pairs].sum() / pairs.sum().clamp(min=1) / 0.6931471805599453
 * it is the perplexity; the loss is its logarithm
--& mask[:, 1:]].mean()
-+& mask[:, 1:]].mean().exp()
+-losses[pairs].sum() / pairs.sum().clamp(min=1)
++(losses[pairs].sum() / pairs.sum().clamp(min=1)).exp()
 * the softmax is taken twice; cross_entropy takes logits
--logits[:, :-1].mT
-+logits[:, :-1].softmax(dim=-1).mT
+-wide[:, :-1].mT
++wide[:, :-1].softmax(dim=-1).mT
 * the sign is wrong: log p is averaged; the loss is -log p
 -    losses = F
 +    losses = -F
@@ -3471,7 +3477,7 @@ KNOWN_MISTAKES = r"""
 -before >= top_p
 +probs < 1 - top_p
 * top-p is ignored
--if top_p is not None:
+-if top_p is not None and top_p < 1:
 +if False:
 * top-k is ignored
 -if top_k is not None:
@@ -3488,6 +3494,7 @@ KNOWN_MISTAKES = r"""
 * top-p counts the tokens that top-k has dropped; what is left must be renormalised
 -    if top_k is not None:
 -        ranked[:, top_k:] = -torch.inf
+-    temperature = max(temperature, torch.finfo(torch.float32).tiny)  # 1 / it stays finite
 -    probs = (ranked / temperature).softmax(dim=-1)
 -
 +    probs = (ranked / temperature).softmax(dim=-1)
@@ -3504,8 +3511,10 @@ KNOWN_MISTAKES = r"""
 -torch.multinomial(probs, 1,
 +torch.multinomial(probs[:1].expand_as(probs), 1,
 * temperature 0 divides by zero; it is the argmax
--if temperature == 0:
-+if temperature < 0:
+-    if temperature == 0:
++    if temperature == 0:
++        return torch.multinomial((logits / 0).softmax(dim=-1), 1, generator=generator)
++    if temperature < 0:
 * temperature 0 takes the least likely token; it is the argmax
 -return logits.argmax(dim=-1, keepdim=True)
 +return logits.argmin(dim=-1, keepdim=True)
@@ -3712,12 +3721,14 @@ def undisturbed() -> Iterator[None]:
     """Their code runs in float64 with gradients, and what it sets globally is put back."""
     dtype, threads, rng = torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device(None)
     torch.set_num_threads(1)  # the tensors are tiny
     try:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        torch.set_default_device(None)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_rng_state(rng)
@@ -3820,8 +3831,10 @@ class Judgement:
         return self.found[i]
 
     def differences(self, other: "Judgement") -> Iterator[tuple[int, Difference]]:
-        """Where another's results are not these, by case."""
+        """Where another's results are not these, by case; Unjudged where these are none."""
         for i, case in enumerate(self.exercise.cases):
+            if {"raised", "trouble"} & set(self[i]):
+                raise Unjudged(f"the answer itself fails in {case.call}: {kind_of(self[i])}")
             found = difference(self[i], other[i], case)
             if found is not None:
                 yield i, found
@@ -3951,6 +3964,8 @@ def read_module(exercise: ModuleExercise, cls: Callable) -> tuple[Verdict, Their
     """Read their parameters, run all cases, name the mistake where one fails; and the reading."""
     usual = exercise.sizes[0]
     theirs = Theirs(exercise, cls, judged_known(exercise.name).subject)
+    if exercise.first(theirs.like.make(usual).module, usual) is None:
+        raise Unjudged(f"the answer itself fails in {exercise.cases[0].call}")
     try:
         Judgement.last = exercise.cases[0]
         with default_dtype(torch.float32), contextlib.suppress(Trouble):

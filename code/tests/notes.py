@@ -3,8 +3,8 @@
     python code/tests/notes.py      rewrites quotes, benchmark figures and link targets
 
 A Python fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that definition
-of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of whiteboard.py with all it
-needs from there. A figure before `<!-- row -->` is the ratio of that row of
+of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of whiteboard/ with all it needs
+from there. A figure before `<!-- row -->` is the ratio of that row of
 code/benchmarks/results.md; a table under `<!-- benchmark: row … -->` has such rows whole. Between
 the two `links` comments stand the targets of [§N], [Dnn], [Qn] and [arXiv:id].
 """
@@ -58,7 +58,7 @@ class Quoted:
         return "\n\n".join(self.definition(other) for other in self.nodes if other in seen)
 
 
-SCRIPT, WHITEBOARD = Quoted("transformer_block.py"), Quoted("whiteboard.py")
+SCRIPT, WHITEBOARD = Quoted("transformer_block.py"), Quoted("whiteboard/blocks.py")
 
 
 def quote(name: str) -> str:

@@ -22,14 +22,14 @@ import pytest
 import torch
 
 import practice
-import whiteboard
 from practice import EXERCISES, FAULTS
+from whiteboard import blocks
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 NOTES = Path(practice.__file__).parents[1] / "transformer_block_tutorial.md"
 STYLES = sorted(path.stem.removeprefix("right_") for path in practice_wrong.ANSWERS.glob("right_*"))
-WHITEBOARD = Path(whiteboard.__file__).read_text(encoding="utf-8")
+WHITEBOARD = Path(blocks.__file__).read_text(encoding="utf-8")
 
 
 def style(name: str) -> str:
@@ -411,6 +411,49 @@ def test_escape_codes_that_a_file_prints_do_not_reach_the_terminal(tmp_path, cap
 
 
 # =============================================================================================
+# Never a false right
+# =============================================================================================
+
+GLOBALS = [
+    "torch.set_default_device('meta')",
+    "torch.set_default_dtype(torch.float16)",
+    "torch.set_grad_enabled(False)",
+]
+
+
+@pytest.mark.parametrize("line", GLOBALS)
+@pytest.mark.parametrize("name", ["swiglu", "ModernBlock"])
+def test_what_a_file_sets_globally_decides_nothing(name, line):
+    fault = FAULTS[name][0]
+    for text, right in (
+        (practice.planted(name, fault), False),
+        (practice.answer_source(name), True),
+    ):
+        (verdict,) = practice.judge(f"import torch\n{line}\n{text}", [name])
+        assert verdict.right is right, verdict.text()
+        assert verdict.mistake == (None if right else fault.says)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "ModernBlock"])
+def test_an_answer_that_raises_itself_judges_nothing(name, monkeypatch):
+    """Theirs raises what the reference raises: that makes it no right answer."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("not on this machine")
+
+    monkeypatch.setattr(torch.nn.functional, "silu", fails)
+    practice.judged_known.cache_clear()
+    practice.known_module.cache_clear()
+    try:
+        (verdict,) = practice.judge(practice.answer_source(name), [name])
+        assert not verdict.right and verdict.headline == "not judged"
+        assert "the answer itself fails" in verdict.text()
+    finally:
+        practice.judged_known.cache_clear()
+        practice.known_module.cache_clear()
+
+
+# =============================================================================================
 # Command line
 # =============================================================================================
 
@@ -565,8 +608,8 @@ def test_cards_are_lines_of_three_fields_with_mathjax(command):
 
 def test_judge_and_answers_import_torch_and_the_standard_library_alone():
     allowed = set(sys.stdlib_module_names) | {"torch", "whiteboard", "transformer_block"}
-    for module in (practice, whiteboard):
-        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))):
+    for path in (Path(practice.__file__), *Path(blocks.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed

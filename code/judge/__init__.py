@@ -1,0 +1,1 @@
+"""The judge of what a reader wrote from memory; code/practice.py is its command line."""

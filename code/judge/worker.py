@@ -1,0 +1,30 @@
+"""In the child process: judge a source, and send the verdicts as they come."""
+
+import os
+import sys
+from pathlib import Path
+
+from judge.judging import Judge
+from judge.process import Channel
+from judge.source import Source
+
+
+def answer(request: dict, channel: Channel) -> None:
+    """request: {"text", "filename", "names"}; sends ("names", […]), ("verdict", {…}), ("note", …)."""
+    filename, names = request["filename"], request["names"]
+    sys.argv = [filename]
+    sys.path.insert(0, str(Path(filename).resolve().parent))
+    source = Source(request["text"], filename)
+    channel.send("names", names or source.exercises())
+    judge = Judge(source, names, channel.stage, channel.running)
+    for verdict in judge.verdicts():
+        channel.send("verdict", verdict._asdict())
+    for note in judge.notes:
+        channel.send("note", note)
+
+
+def in_this_process(request: dict) -> Judge:
+    """The judge of a request, for who wants to stop in it with breakpoint()."""
+    filename = request["filename"]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(filename)))
+    return Judge(Source(request["text"], filename), request["names"])
