@@ -99,10 +99,11 @@ def first_line(paper: Paper) -> str:
 def renamed(text: str, names: dict[str, str]) -> str:
     """Every whole word that has another name in this file, all at once; TEXT stays as it is."""
     words = _words(tuple(names))
-    return "\n".join(
-        line if line.startswith('    "') else words.sub(lambda word: names[word[0]], line)
-        for line in text.split("\n")
-    )
+    lines = []
+    for line in text.split("\n"):
+        code, quote, rest = line.partition('"') if line.startswith("TEXT = ") else (line, "", "")
+        lines.append(words.sub(lambda word: names[word[0]], code) + quote + rest)
+    return "\n".join(lines)
 
 
 @functools.cache
@@ -179,16 +180,6 @@ def name_columns() -> list[tuple[list[str], list[list[str]]]]:
     return [(row[0].split(), [column.split() for column in row[1:]]) for row in rows]
 
 
-def text_lines(words: str) -> list[str]:
-    """TEXT as an assignment of lines that fit."""
-    parts, line = [], ""
-    for word in re.findall(r"\S+\s*", words.strip()):
-        if len(line) + len(word) > 78:
-            parts, line = [*parts, line], ""
-        line += word
-    return ["TEXT = (", *(f'    "{part}"' for part in [*parts, line]), ")"]
-
-
 def clean_paper(seed: int, faults: int) -> Paper:
     """The file of a seed before bugs are planted in it.
 
@@ -201,10 +192,11 @@ def clean_paper(seed: int, faults: int) -> Paper:
     for own, columns in name_columns():
         names.update(zip(own, draw.one(columns)))
     sizes = dict(zip(SIZE_NAMES, map(str, draw.one(SIZES))))
-    texts = [text.replace("\n", " ") for text in read("texts.txt").split("\n\n")]
-    given = {"text": text_lines(draw.one(texts))}
+    given = {"text": [f'TEXT = "{draw.one(read("texts.txt").splitlines())}"']}
+    norm = draw.one(pieces()[0]["norm"])  # once: the long ones would seldom fit
     while True:
         choices = {name: draw.one(options) for name, options in pieces()[0].items()}
+        choices["norm"] = norm
         body = renamed("\n".join(filled("file", choices, given)), sizes)
         body = re.sub(r"\n{3,}", "\n\n", body) + "\n"
         if sum(1 for line in body.split("\n") if line) <= CODE_LINES - ROOM:
