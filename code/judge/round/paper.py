@@ -58,6 +58,7 @@ class Kind(NamedTuple):
     ask: str
     see: str
     breaks: str  # "NaN" or "raises" where nothing behind it can be measured, else ""
+    hides: str  # the places whose bugs cannot be seen beside it
     when: str
     styles: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
 
@@ -232,7 +233,7 @@ def kinds() -> tuple[Kind, ...]:
 
 def read_kind(block: str, place: str) -> Kind:
     name, *lines = block.split("\n")
-    said = dict.fromkeys(("symptom", "mend", "ask", "see", "breaks", "when"), "")
+    said = dict.fromkeys(("symptom", "mend", "ask", "see", "breaks", "hides", "when"), "")
     styles: list[tuple[list[str], list[str]]] = []
     for line in lines:
         if line[0] == "-":
@@ -297,10 +298,12 @@ def names_known(bug: Planted, lines: list[str]) -> bool:
     )
 
 
-def apart(one: Planted, other: Planted) -> bool:
-    """Whether the two texts neither overlap nor touch."""
+def together(one: Planted, other: Planted) -> bool:
+    """Whether two bugs may stand in one file: their texts do not touch, and neither hides one."""
     first, second = sorted((one, other), key=lambda bug: bug.line)
-    return first.line + len(first.right) < second.line
+    hidden = one.kind.place in other.kind.hides or other.kind.place in one.kind.hides
+    both = bool(one.kind.breaks and other.kind.breaks)
+    return not (hidden or both) and first.line + len(first.right) < second.line
 
 
 def drawn_sets(paper: Paper) -> Iterator[tuple[Planted, ...]]:
@@ -315,8 +318,7 @@ def drawn_sets(paper: Paper) -> Iterator[tuple[Planted, ...]]:
         chosen: list[Planted] = []
         for place in draw.shuffled(list(by_place)):
             bug = draw.one(by_place[place])
-            breaks = bug.kind.breaks and any(one.kind.breaks for one in chosen)
-            if len(chosen) < paper.faults and not breaks and all(apart(bug, one) for one in chosen):
+            if len(chosen) < paper.faults and all(together(bug, one) for one in chosen):
                 chosen.append(bug)
         if len(chosen) == paper.faults:
             yield tuple(sorted(chosen, key=lambda bug: bug.line))

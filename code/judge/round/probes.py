@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from judge.round.loop import watched_loop
+from judge.round.loop import clipped_loop, watched_loop
 from judge.round.measuring import Reading, absolute, relative
 from judge.round.subject import SIZES, Subject, drawn_ids
 
@@ -162,7 +162,7 @@ def loss(subject: Subject, layout: Layout) -> Reading:
         for name, wanted in (("loss", targets), ("loss with -1", padded)):
             logits, value = model(ids, wanted)
             own = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1)
-            found[name] = absolute(torch.as_tensor(value, dtype=torch.float64) / own, 1e-3)
+            found[name] = absolute(torch.as_tensor(value, dtype=torch.float64) / own, 1e-4)
         gap = (logits - logits_of(model, ids)).abs().max()
         found["logits with targets"] = relative(gap)._replace(unit=relative(logits).unit)
     return found
@@ -249,7 +249,7 @@ def greedy(subject: Subject, layout: Layout) -> Reading:
 def frequencies(subject: Subject, layout: Layout) -> Reading:
     """P12: how often each token follows one prompt, less the softmax of their own logits."""
     last = subject.names["last_norm"] + "."
-    softer = {name: 0.5 * w if name.startswith(last) else w for name, w in layout.items()}
+    softer = {name: 0.7 * w if name.startswith(last) else w for name, w in layout.items()}
     model = subject.model(softer)  # no token so likely that the others are never drawn
     prompt = drawn_ids("P12", 1, 1)
     with torch.no_grad():
@@ -281,5 +281,6 @@ PROBES = (
     Probe("P5", "a fresh model", start),
     Probe("P11", "greedy generation", greedy),
     Probe("P7", "the training loop", watched_loop),
+    Probe("P7 tight", "clipping in the training loop", clipped_loop),
     Probe("P12", "sampling", frequencies),
 )
