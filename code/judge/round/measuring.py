@@ -5,7 +5,6 @@ A reading is a dict of findings by name. A finding is a flag (any plain value, c
 the two neither: sets of bugs with such a pair are not used.
 """
 
-import math
 import traceback
 from typing import NamedTuple
 
@@ -30,6 +29,17 @@ class Raised(NamedTuple):
     kind: str
     words: str
     line: int | None
+
+
+class Note(str):
+    """A number for the symptom; it decides nothing, so all are equal."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Note)
+
+    __hash__ = None
 
 
 class NotMeasuredError(Exception):
@@ -85,7 +95,3 @@ def raised(error: BaseException, filename: str) -> Raised:
     ]  # fmt: skip
     words = " ".join(str(error).split())
     return Raised(type(error).__name__, words[:160], lines[-1] if lines else None)
-
-
-def close(number: float, to: float, share: float = 1e-3) -> bool:
-    return math.isfinite(number) and abs(number - to) <= share * max(abs(to), 1e-12)

@@ -17,7 +17,7 @@ VERSION = 1  # of pieces, kinds and drawing: a seed means the same file within a
 FAULTS = (3, 4, 5)
 LINES, CODE_LINES = 230, 170  # at most, in a file and of code in it
 FIRST = re.compile(
-    r"# bug round: (?:seed (?P<seed>\d+), faults (?P<faults>\d+)|sealed), version (?P<version>\d+)"
+    r"# bug round: (?:seed (?P<seed>\d+), faults (?P<faults>\d+), set (?P<set>\d+)|sealed), version (?P<version>\d+)"
 )
 ROOM = 3  # lines of code that bugs may add
 HEADS = ("The head's matrix is the token table itself.", "The head has its own matrix.")

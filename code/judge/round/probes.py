@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from judge.round.loop import clipped_loop, watched_loop
-from judge.round.measuring import Reading, absolute, relative
+from judge.round.measuring import Note, Reading, absolute, relative
 from judge.round.subject import SIZES, Subject, drawn_ids
 
 CONTEXT, VOCABULARY = SIZES["context"], SIZES["vocab_size"]
@@ -102,6 +102,7 @@ def modes(subject: Subject, layout: Layout) -> Reading:
     unit = relative(quiet).unit
     return {
         "two eval passes equal": bool(torch.allclose(first, second, equal_nan=True)),
+        "gap of two eval passes": Note(f"{float((first - second).abs().max()):.2g}"),
         "train mode at rate 0": relative(training - quiet)._replace(unit=unit),
     }
 
@@ -138,17 +139,6 @@ def start(subject: Subject, layout: Layout) -> Reading:
         "unknown to the model": tuple(n for n, p in parameters.items() if id(p) not in known),
         "shared parameters": tuple(tuple(g) for g in groups.values() if len(g) > 1),
     }
-
-
-class Note(str):
-    """A number for the symptom; it decides nothing, so all are equal."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Note)
-
-    __hash__ = None
 
 
 def loss(subject: Subject, layout: Layout) -> Reading:
