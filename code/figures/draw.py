@@ -559,6 +559,40 @@ def rope() -> Card:
     return card
 
 
+def turns(tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Radians a position of each channel pair, read off the tables' second row."""
+    cos, sin = (table[1, : table.shape[1] // 2] for table in tables)
+    return torch.atan2(sin, cos)
+
+
+def rope_stretch() -> Card:
+    """How much slower each channel pair turns under four rules for a context 8 times as long."""
+    d_h, base, old_len, factor = 128, 500_000.0, 8192, 8.0
+    plain = turns(tb.build_rope_cache(2, d_h, base))
+    longer = base * factor ** (d_h / (d_h - 2))
+    yarn = recipes.yarn_tables(2, d_h, base, factor=factor, old_len=old_len)
+    rules = {
+        "interpolation": (recipes.linear_tables(2, d_h, base, factor=factor), GREEN),
+        "NTK-aware": (tb.build_rope_cache(2, d_h, longer), PURPLE),
+        "YaRN": (yarn, ORANGE),
+        "Llama-3.1": (recipes.llama3_tables(2, d_h, base, factor=factor, old_len=old_len), BLUE),
+    }
+    card = Card(330, "angle a position, of its value before")
+    ax = card.chart(44, 44, 318, 232)
+    for tables, color in rules.values():
+        ax.plot(range(d_h // 2), turns(tables) / plain, color=color, lw=2)
+    ax.set_yscale("log", base=2)
+    labels = {"interpolation": (4, 0.135), "NTK-aware": (45, 0.25), "YaRN": (22.6, 0.84),
+              "Llama-3.1": (32, 0.84)}  # fmt: skip
+    for name, (pair, share) in labels.items():
+        ax.text(pair, share, name, color=rules[name][1], fontweight="bold")
+    shares = [2.0**-power for power in range(4)]
+    ax.set(xlim=(0, d_h // 2 - 1), ylim=(0.115, 1.08), xticks=range(0, 64, 16), yticks=shares)
+    ax.set(yticklabels=["1", "1/2", "1/4", "1/8"], xlabel="channel pair, fast to slow")
+    ax.minorticks_off()
+    return card
+
+
 def bars(ax: Axes, values: dict[str, float], colors: list[str]) -> None:
     """Labelled horizontal bars on a log scale, the first on top."""
     ax.barh(list(values), list(values.values()), color=colors, log=True, height=0.7)
@@ -796,8 +830,8 @@ def weights() -> Card:
 
 
 FIGURES = (
-    topologies, modern_block, layers_2017, gpt2_llama, rope, stream_growth, kv_sharing, mla,
-    routing, masks, online_softmax, whole_model, cache_per_token, weights,
+    topologies, modern_block, layers_2017, gpt2_llama, rope, rope_stretch, stream_growth,
+    kv_sharing, mla, routing, masks, online_softmax, whole_model, cache_per_token, weights,
 )  # fmt: skip
 
 

@@ -330,3 +330,22 @@ def signature_of(function: object) -> tuple[int, int] | None:
 def judge(text: str, names: list[str] | None = None, filename: str = "mine.py") -> list[Verdict]:
     """Execute a text in this process, without limits, and judge what it defines, or the names."""
     return list(Judge(Source(text, filename), names).verdicts())
+
+
+def read_block(text: str, filename: str) -> tuple[Verdict, Submission | None]:
+    """The verdict on a text's ModernBlock, and, where its parameters could be read, a reader.
+
+    reader.cls is the class; reader.fill(module, sizes, weights) writes weights under the names of
+    the answer's state dict into an instance of any sizes (d_model, n_q_heads, n_kv_heads, d_ff).
+    The text runs in this process, without a time limit.
+    """
+    one = exercise("ModernBlock")
+    judge_of_text = Judge(Source(text, filename), [one.name])
+    file = judge_of_text.file
+    with neutral():
+        try:
+            file.run()
+            cls = file.namespace[one.name]
+        except Exception as error:
+            return wrong(one.name, *file.raised(error).lines), None
+        return judge_of_text.read_class(one, cls)

@@ -137,7 +137,9 @@ def packed_alone(one: LinearMap, index: int | None, effort: float, tag: str) -> 
     yield from with_bias([one], forms, one.bias, index, effort, tag)
 
 
-def packed_below(maps: list[LinearMap], index: int | None, effort: float, tag: str) -> Iterator[Packing]:  # fmt: skip
+def packed_below(
+    maps: list[LinearMap], index: int | None, effort: float, tag: str
+) -> Iterator[Packing]:
     """Maps one below the other, each with all its rows."""
     if "q_nope" in {one.kind for one in maps} and maps[0].rows:
         return  # a query's parts are joined head by head
@@ -145,7 +147,9 @@ def packed_below(maps: list[LinearMap], index: int | None, effort: float, tag: s
     yield from with_bias(maps, forms, joined_bias(maps, None), index, effort, tag)
 
 
-def packed_by_heads(maps: list[LinearMap], index: int | None, effort: float, tag: str) -> Iterator[Packing]:  # fmt: skip
+def packed_by_heads(
+    maps: list[LinearMap], index: int | None, effort: float, tag: str
+) -> Iterator[Packing]:
     """Maps taken in turns, head by head."""
     if not all(one.rows for one in maps):
         return
@@ -155,7 +159,9 @@ def packed_by_heads(maps: list[LinearMap], index: int | None, effort: float, tag
     yield from with_bias(maps, forms, bias, index, effort, f"{tag}by head ")
 
 
-def packed_by_rows(maps: list[LinearMap], index: int | None, effort: float, tag: str) -> Iterator[Packing]:  # fmt: skip
+def packed_by_rows(
+    maps: list[LinearMap], index: int | None, effort: float, tag: str
+) -> Iterator[Packing]:
     """Maps of one shape taken row by row, or stacked along a first axis."""
     if len({one.weight.shape for one in maps}) > 1:
         return
@@ -183,7 +189,9 @@ def with_bias(
     yield Packing(f"{tag}{'|'.join(names)}", names, forms, bias, index, effort)
 
 
-def packed_together(maps: list[LinearMap], index: int | None, effort: float, tag: str = "") -> Iterator[Packing]:  # fmt: skip
+def packed_together(
+    maps: list[LinearMap], index: int | None, effort: float, tag: str = ""
+) -> Iterator[Packing]:
     """All ways to keep several maps in one parameter."""
     for pack in (packed_below, packed_by_heads, packed_by_rows):
         yield from pack(maps, index, effort, tag)

@@ -16,7 +16,7 @@ def progress_file() -> Path:
 
 
 class Progress:
-    """One small JSON file. One that is missing or damaged is empty, one that cannot be written lost.
+    """One small JSON file; a missing or damaged one is empty, and one may be unwritable.
 
     Other keys in the file are kept as they are.
     """

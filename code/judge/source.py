@@ -1,4 +1,4 @@
-"""The text that is judged: of a Python file or of a notebook's code cells, and what stands in it."""
+"""The text that is judged, of a Python file or a notebook's code cells, and what it defines."""
 
 import ast
 import functools

@@ -65,7 +65,8 @@ def reset_settings() -> None:
         torch._C._pop_torch_function_stack()
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler
+        torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
     torch.set_autocast_enabled("cpu", False)
     torch.set_flush_denormal(False)

@@ -191,7 +191,7 @@ class Submission:
         return reader
 
     def layout(self, sizes: Sizes) -> dict[str, Tensor]:
-        """At these sizes: by the same keys, or, where parameters have another form, one that fits."""
+        """At these sizes: by the same keys, or one that fits where parameters have another form."""
         if size_key(sizes) not in self._layouts:
             search = self.search(sizes, self._read.turned)
             layout = search.as_before(dict(self._read.keys))

@@ -1,6 +1,5 @@
 """In the child process: judge a source, and send the verdicts as they come."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from judge.source import Source
 
 
 def answer(request: dict, channel: Channel) -> None:
-    """request: {"text", "filename", "names"}; sends ("names", […]), ("verdict", {…}), ("note", …)."""
+    """request: {"text", "filename", "names"}; sends "names", a "verdict" for each, "note"s."""
     filename, names = request["filename"], request["names"]
     sys.argv = [filename]
     sys.path.insert(0, str(Path(filename).resolve().parent))
@@ -23,8 +22,7 @@ def answer(request: dict, channel: Channel) -> None:
         channel.send("note", note)
 
 
-def in_this_process(request: dict) -> Judge:
-    """The judge of a request, for who wants to stop in it with breakpoint()."""
-    filename = request["filename"]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(filename)))
-    return Judge(Source(request["text"], filename), request["names"])
+def in_this_process(source: Source, names: list[str] | None) -> Judge:
+    """The judge of a source, for who wants to stop in it with breakpoint()."""
+    sys.path.insert(0, str(Path(source.filename).resolve().parent))
+    return Judge(source, names)

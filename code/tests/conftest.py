@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS.parent / "examples"), str(TESTS)]
 torch.set_num_threads(1)
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import practice
+from judge.answers import answer_source
+from judge.catalogue import TASKS
+from judge.judging import judge
 from whiteboard import blocks
 
 FILES = sorted(Path(blocks.__file__).parent.glob("*.py"))
@@ -26,7 +28,7 @@ def code_lines(text: str) -> int:
 
 def test_budgets() -> None:
     assert sum(text.count("\n") for text in TEXTS.values()) <= 900
-    assert code_lines(practice.answer_source("ModernBlock")) <= 60
+    assert code_lines(answer_source("ModernBlock")) <= 60
     alone = {"SelfAttention": 25, "LatentAttention": 40, "MixtralFFN": 25, "Value": 35}
     for text in TEXTS.values():
         for node in ast.walk(ast.parse(text)):
@@ -40,7 +42,7 @@ def test_budgets() -> None:
 
 def test_every_exercise_has_an_answer_that_runs_alone() -> None:
     """One process runs all printed texts, each in a namespace of its own."""
-    texts = {name: practice.answer_source(name) for name in practice.EXERCISES}
+    texts = {name: answer_source(name) for name in TASKS}
     program = f"""
 for name, text in {texts!r}.items():
     space = {{}}
@@ -50,10 +52,10 @@ for name, text in {texts!r}.items():
     subprocess.run([sys.executable, "-c", program], check=True, cwd="/")
 
 
-@pytest.mark.parametrize("name", practice.EXERCISES)
+@pytest.mark.parametrize("name", TASKS)
 def test_printed_answer_is_judged_right_and_imports_no_more_than_it_uses(name: str) -> None:
-    text = practice.answer_source(name)
-    (found,) = practice.judge(text, [name])
+    text = answer_source(name)
+    (found,) = judge(text, [name])
     assert found.right, found.text()
     imported = {
         a.asname or a.name for n in ast.parse(text).body if hasattr(n, "names") for a in n.names

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "code" / "transformer_block.py"
 NOTES = (ROOT / "transformer_block_tutorial.md").read_text(encoding="utf-8")
 SOURCE = SCRIPT.read_text(encoding="utf-8")
@@ -206,7 +206,12 @@ def latent():
     assert counted == 32 * (8 + 18) + 8 * 4 * 6 + 16 * 4 * 8 + 4 * 4 * 32
     yield 5, f"A V3 layer's attention holds {weights / 1e6:.0f} M weights"
     yield 5, f"MHA of 128 heads of 128 would hold {wide / 1e6:.0f} M"
-    yield 9, f"{weights / 1e6:.0f} M attention weights where MHA would have {wide / 1e6:.0f} M"
+    saved = 7168 * 128 * 192 - 1536 * (7168 + 128 * 192)  # a full query projection for the pair
+    assert wide - weights > saved  # the rest is the KV latent's
+    yield 5, f"it would hold {(weights + saved) / 1e6:.0f} M, so the query latent saves"
+    yield 5, f"the query latent saves {saved / 1e6:.0f} M"
+    yield 9, f"has {weights / 1e6:.0f} M attention weights; with a full query projection"
+    yield 9, f"it would have {(weights + saved) / 1e6:.0f} M, as MHA {wide / 1e6:.0f} M"
     yield 5, f"have rank 512 instead of {n(mha)}"
     yield 5, f"keys of width {mla} and values of width 512"
     yield 5, f"multiplies {mla} + 512 numbers where the expanded form multiplies {128 + 64} + 128"
@@ -402,6 +407,22 @@ def overlays():
     yield 10, f"a pass yields {(1 - rate ** (drafted + 1)) / (1 - rate):.2f} tokens"
 
 
+def also_asked():
+    weights, bandwidth, peak = 70e9 * 2, 3.35e12, 990e12  # an H100's, as its data sheet has them
+    yield (
+        9,
+        f"{weights / 1e9:.0f} GB; at 3.35 TB/s that is {weights / bandwidth * 1e3:.0f} ms a step",
+    )
+    rows = peak / bandwidth  # 2 FLOPs and 2 bytes a weight and row: one FLOP a byte and row
+    yield 9, f"about {round(rows, -2):.0f} rows on"
+    p = torch.tensor([0.99, 0.01], dtype=torch.float64).log().requires_grad_()
+    p.softmax(0)[0].backward()
+    yield 9, f"A weight of 0.99 leaves {p.grad[0]:.4f} on its own score"
+    many, few = math.comb(128, 8), math.comb(32, 2)
+    yield 9, f"128 experts with 8 chosen offer {many / 1e12:.1f}e12 combinations where 32"
+    yield 9, f"with 2 offer {few}"
+
+
 def after_2025():
     index, absorbed = 2 * 64 * 128, 2 * 128 * (576 + 512)
     yield 7, "576 + 128 in place of 576"
@@ -411,11 +432,13 @@ def after_2025():
     state = 32 * 128 * 128
     yield 7, f"a state of {n(state)} numbers"
     bytes_held = 4 * state + 2 * 8192 * 4  # float32 state, the convolution's last columns
-    yield 7, f"a growing cache of {n(bytes_held / (2 * tb.kv_cache_elements(2, 256)))} tokens"
+    tokens = bytes_held / (2 * tb.kv_cache_elements(2, 256))
+    yield 7, f"as one of its full layers caches for {n(tokens)} tokens"
+    yield 7, f"the states weigh as much as {n(36 / 12 * tokens)} cached tokens"
     yield 7, f"{(512 + 128) // 4} or {512 // 128}, and a window of 128"
 
 
-LATER = [longer_contexts, routers, overlays, after_2025]
+LATER = [longer_contexts, routers, overlays, also_asked, after_2025]
 LATER_CLAIMS = [claim for part in LATER for claim in part()]
 
 

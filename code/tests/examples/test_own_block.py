@@ -3,24 +3,20 @@
 import ast
 import copy
 import functools
-import sys
 from importlib import metadata
 from pathlib import Path
 
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 import checkpoints
+import pytest
 import smollm2
+import torch
 from own_block import BlockError, Constants, OwnFile
 from transformer_block import DecoderOnlyLM
 
-import practice
+from judge.answers import CODE, answer_source, planted
+from judge.mistakes import mistakes_of
 
-ANSWERS = Path(__file__).parent / "practice_answers"
+ANSWERS = CODE / "tests" / "judge" / "practice_answers"
 STYLES = sorted(
     path for path in ANSWERS.glob("right_*.py") if "class ModernBlock" in path.read_text()
 )
@@ -48,12 +44,12 @@ def written(path: Path, text: str) -> Path:
 
 
 def answer() -> str:
-    return practice.answer_source("ModernBlock")
+    return answer_source("ModernBlock")
 
 
 def tiled() -> str:
-    fault = next(f for f in practice.FAULTS["attention"] if "(tiled)" in f.says)
-    return practice.planted("ModernBlock", fault)
+    fault = next(f for f in mistakes_of("attention") if "(tiled)" in f.says)
+    return planted("ModernBlock", fault)
 
 
 @pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)

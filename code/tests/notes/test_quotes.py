@@ -8,26 +8,27 @@ import sys
 from pathlib import Path
 
 import cmarkgfm
-import notes
 import pytest
 import torch
 from cmarkgfm.cmark import Options
-from test_script import without_figures
+from documented import DOCUMENTED, without_figures
 
-TEXT = notes.NOTES.read_text(encoding="utf-8")
-README = (notes.ROOT / "README.md").read_text(encoding="utf-8")
+from notes import build
+
+TEXT = build.NOTES.read_text(encoding="utf-8")
+README = (build.ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = {"notes": TEXT, "README": README}
 DETAILS = re.compile(r"<details>.*?</details>\n?", re.S)
 TARGET = re.compile(r"^\[([^\]]+)\]: (\S+)$", re.M)
 
 
 def fences(text: str, language: str) -> list[str]:
-    return [body for _, found, body in notes.FENCE.findall(text) if found == language]
+    return [body for _, found, body in build.FENCE.findall(text) if found == language]
 
 
 def words(text: str) -> str:
     """What is read as text: no fences, code spans, comments, link targets and summaries."""
-    text = TARGET.sub("", notes.prose(text))
+    text = TARGET.sub("", build.prose(text))
     text = re.sub(r"^#+ .*$|<!--.*?-->|<summary>.*?</summary>", "", text, flags=re.M)
     return re.sub(r"(`+)[^`].*?\1", "", text)
 
@@ -35,12 +36,12 @@ def words(text: str) -> str:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_quotes_are_those_of_the_code_and_the_benchmark(name):
     text = DOCUMENTS[name]
-    assert notes.rewritten(text) == text, "python code/tests/notes.py writes them anew"
-    assert notes.BENCHMARK.search(text) or notes.FIGURE.search(text)
+    assert build.rewritten(text) == text, "python code/notes/build.py writes them anew"
+    assert build.BENCHMARK.search(text) or build.FIGURE.search(text)
 
 
 def test_every_python_fence_is_a_quote():
-    assert len(notes.SNIPPET.findall(TEXT)) == len(fences(TEXT, "python")) > 7
+    assert len(build.SNIPPET.findall(TEXT)) == len(fences(TEXT, "python")) > 7
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,11 @@ def test_every_python_fence_is_a_quote():
 def test_a_changed_quote_or_target_is_seen(was, becomes):
     changed = TEXT.replace(was, becomes)
     assert changed != TEXT
-    assert notes.rewritten(changed) == TEXT
+    assert build.rewritten(changed) == TEXT
 
 
 def test_a_quote_of_the_whiteboard_runs_by_itself():
-    quoted = [(name, body) for _, name, body in notes.SNIPPET.findall(TEXT) if name[:6] == "whiteb"]
+    quoted = [(name, body) for _, name, body in build.SNIPPET.findall(TEXT) if name[:6] == "whiteb"]
     assert "whiteboard.ModernBlock" in dict(quoted)
     for name, body in quoted:
         scope = {"torch": torch, "F": torch.nn.functional, "nn": torch.nn}
@@ -74,17 +75,17 @@ def test_a_quote_of_the_whiteboard_runs_by_itself():
 def test_what_is_open_on_the_page_is_short():
     opened = DETAILS.sub("", TEXT)
     assert opened.count("\n") <= 1900 and len(opened.encode()) <= 110_000
-    assert TEXT.count("\n") <= 3000
+    assert TEXT.count("\n") <= 3200
     assert "<details" not in opened and "</details" not in opened
 
 
 def test_the_readme_shows_the_documented_output_and_names_that_exist():
-    documented = without_figures(notes.DOCUMENTED.read_text(encoding="utf-8")).splitlines()
+    documented = without_figures(DOCUMENTED).splitlines()
     (output,) = (body for body in fences(README, "text") if body.startswith("[D01]"))
     assert without_figures(output).splitlines() == [documented[0], "…", *documented[-3:]]
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*$", README, re.M)))
     parts = {"attn", "ffn", "x", "memory", "truncate", "reset", "generate"}
-    assert {name for name in names if name not in parts} <= set(notes.SCRIPT.nodes)
+    assert {name for name in names if name not in parts} <= set(build.SCRIPT.nodes)
     assert len(set(names)) > 20
 
 
@@ -93,7 +94,7 @@ def test_commands_run(command):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
-        cwd=notes.ROOT,
+        cwd=build.ROOT,
         env={**os.environ, "PATH": path},
         capture_output=True,
         encoding="utf-8",
@@ -103,33 +104,33 @@ def test_commands_run(command):
 
 
 def test_the_output_is_the_documented_one():
-    documented = notes.DOCUMENTED.read_text(encoding="utf-8").strip()
+    documented = DOCUMENTED.strip()
     blocks = [body.strip() for body in fences(TEXT, "text") if body.startswith("[D01]")]
     assert [without_figures(block) for block in blocks] == [without_figures(documented)]
 
 
 def anchors(text: str) -> set[str]:
-    return {*notes.slugs(text), *re.findall(r'<a id="([^"]+)"></a>', notes.prose(text))}
+    return {*build.slugs(text), *re.findall(r'<a id="([^"]+)"></a>', build.prose(text))}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_and_pictures_resolve(name):
-    text = notes.prose(DOCUMENTS[name])
+    text = build.prose(DOCUMENTS[name])
     targets = re.findall(r"\]\(([^)]+)\)", text) + [target for _, target in TARGET.findall(text)]
     for target in targets:
         file, _, anchor = target.partition("#")
         if file.startswith("http"):
             continue
-        assert not file or (notes.ROOT / file).exists(), target
+        assert not file or (build.ROOT / file).exists(), target
         if anchor:
-            other = (notes.ROOT / file).read_text(encoding="utf-8") if file else DOCUMENTS[name]
+            other = (build.ROOT / file).read_text(encoding="utf-8") if file else DOCUMENTS[name]
             assert anchor in anchors(other), target
 
 
 def test_anchors_are_unique():
     found = re.findall(r'<a id="([^"]+)"></a>', TEXT)
-    assert len(found) == len(set(found)) == 15 + 50
-    assert not set(found) & set(notes.slugs(TEXT))
+    assert len(found) == len(set(found)) == 15 + 62
+    assert not set(found) & set(build.slugs(TEXT))
 
 
 def test_every_section_demo_question_and_paper_that_is_named_is_a_link():
@@ -137,10 +138,10 @@ def test_every_section_demo_question_and_paper_that_is_named_is_a_link():
     text = re.sub(r'<a id="d\d\d"></a>D\d\d', "", text)  # the list of demos itself
     text = re.sub(r"\[arXiv:(\d{4}\.\d{5})\]\(https://arxiv.org/abs/\1\)", "", text)
     defined = {label for label, _ in TARGET.findall(TEXT)}
-    for label in re.findall(rf"\[({notes.LABEL.pattern})\]", text):
+    for label in re.findall(rf"\[({build.LABEL.pattern})\]", text):
         assert label in defined, label
-    text = re.sub(rf"\[({notes.LABEL.pattern})\]", "", text)
-    bare = [(m[0], text[m.start() - 40 : m.end() + 20]) for m in notes.LABEL.finditer(text)]
+    text = re.sub(rf"\[({build.LABEL.pattern})\]", "", text)
+    bare = [(m[0], text[m.start() - 40 : m.end() + 20]) for m in build.LABEL.finditer(text)]
     assert not bare
     assert not re.search(r"\[\d+\.\d+\]|§ \d", text)
 
@@ -162,7 +163,7 @@ def test_pictures_say_what_one_should_see():
 
 
 def test_sections_have_one_form():
-    sections = re.split(r"^### ", notes.prose(TEXT), flags=re.M)[1:]
+    sections = re.split(r"^### ", build.prose(TEXT), flags=re.M)[1:]
     for section in sections:
         heading, _, body = section.partition("\n")
         body = body.partition("\n## ")[0]
@@ -174,7 +175,7 @@ def test_sections_have_one_form():
 
 def test_named_demos_and_questions_exist():
     assert set(re.findall(r"\bD\d\d\b", TEXT)) == {f"D{i:02d}" for i in range(1, 16)}
-    assert set(map(int, re.findall(r"\bQ(\d+)\b", TEXT))) == set(range(1, 51))
+    assert set(map(int, re.findall(r"\bQ(\d+)\b", TEXT))) == set(range(1, 63))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -183,7 +184,7 @@ def test_formulas_survive_the_markdown_pass(name):
     options = Options.CMARK_OPT_UNSAFE
     rendered = cmarkgfm.github_flavored_markdown_to_html(text, options=options)
     flat = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", "", rendered)))
-    plain = re.sub(r"(`+)[^`].*?\1", "", notes.prose(text))
+    plain = re.sub(r"(`+)[^`].*?\1", "", build.prose(text))
     formulas = re.findall(r"(?<![\\$])\$(?![\s$])([^$\n]+?)(?<!\s)\$", plain)
     assert all(formula in flat for formula in formulas)
     banned = (
@@ -196,7 +197,7 @@ def test_formulas_survive_the_markdown_pass(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_tables_details_and_code_fit_github(name):
-    lines = notes.prose(DOCUMENTS[name]).split("\n")
+    lines = build.prose(DOCUMENTS[name]).split("\n")
 
     def cells(row: str) -> int:
         return len(re.findall(r"(?<!\\)\|", row.strip().strip("|"))) + 1
@@ -222,11 +223,11 @@ def test_the_week_has_every_exercise_question_and_drill():
     week = TEXT[TEXT.index("| Day | Read |") : TEXT.index("```sh", TEXT.index("| Day | Read |"))]
     helpers = {"SwiGLU", "MultiHeadAttention", "try"}
     exercises = set(re.findall(r"`(\w+)`", week))
-    assert exercises - helpers == set(notes.WHITEBOARD.nodes) - helpers
+    assert exercises - helpers == set(build.WHITEBOARD.nodes) - helpers
     asked = set()
     for first, _, last in re.findall(r"\[Q(\d+)\]( to \[Q(\d+)\])?", week):
         asked |= set(range(int(first), int(last or first) + 1))
-    assert asked == set(range(1, 51))
+    assert asked == set(range(1, 63))
     drills = re.findall(r"drill ([\d, ]+)", week)
     assert sorted(int(n) for row in drills for n in row.split(",")) == list(range(1, 11))
     days = [line.split("|")[2] for line in week.split("\n")[2:] if line.startswith("|")]

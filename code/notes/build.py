@@ -1,6 +1,6 @@
 """What the notes quote, and their links: find it, compare it, or write it anew.
 
-    python code/tests/notes.py      rewrites quotes, benchmark figures and link targets
+    python code/notes/build.py      rewrites quotes, benchmark figures and link targets
 
 A Python fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that definition
 of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of whiteboard/ with all it needs
@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 NOTES = ROOT / "transformer_block_tutorial.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "code" / "benchmarks" / "results.md"
-DOCUMENTED = Path(__file__).parent / "documented_output.txt"
 SNIPPET = re.compile(r"(<!-- snippet: ([\w.]+) -->\n```python\n)(.*?)\n?```", re.S)
 BENCHMARK = re.compile(r"(<!-- benchmark: ([^>]+) -->\n)((?:\|.*\n)*)")
 FIGURE = re.compile(r"\d+\.\d+(<!-- ([a-z0-9-]+) -->)")

@@ -13,7 +13,7 @@ import torch
 import transformer_block as tb
 from recipes import RECIPES
 
-CODE = Path(__file__).resolve().parents[1]
+CODE = Path(__file__).resolve().parents[2]
 NOTES = (CODE.parent / "transformer_block_tutorial.md").read_text(encoding="utf-8")
 
 # Total and active parameters, counted by hand from the released sizes or with the class in

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "code" / "examples" / "tensor_parallel.py"
 RANKS = 2
 D, H, G, D_H, D_FF = 48, 8, 4, 6, 40

@@ -21,10 +21,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformer_block as tb
+from documented import DOCUMENTED, MEASURED, without_figures
 
 SCRIPT = Path(tb.__file__)
-DOCUMENTED = (Path(__file__).parent / "documented_output.txt").read_text(encoding="utf-8")
-MEASURED = re.compile(r"(?<==)\s?\d\.\d\de[+-]\d\d")
 DEMOS = tb.main_demos()
 SOURCE = SCRIPT.read_text(encoding="utf-8")
 DEFINITIONS = {
@@ -63,10 +62,6 @@ def refused(capsys, *arguments: str, program: types.ModuleType = tb) -> str:
     assert err.startswith("transformer_block.py: error: ") and err.count("\n") == 1
     assert err.endswith("\n")
     return err
-
-
-def without_figures(text: str) -> str:
-    return MEASURED.sub("#", text)
 
 
 @pytest.mark.parametrize("python", [(), ("-O",)], ids=["plain", "-O"])

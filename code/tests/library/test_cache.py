@@ -615,7 +615,7 @@ def test_cache_has_no_context_protocol_and_no_library_code_enters_one():
     """A with block over a cache that truncates and appends took back the wrong rows."""
     assert not hasattr(tb.KVCache, "__enter__")
     assert not hasattr(tb.KVCache, "__exit__")
-    with pytest.raises(TypeError, match="context manager"), tb.KVCache():
+    with pytest.raises((TypeError, AttributeError)), tb.KVCache():  # AttributeError: Python 3.10
         pass
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
-NOTES = Path(__file__).parents[2] / "transformer_block_tutorial.md"
+NOTES = Path(__file__).parents[3] / "transformer_block_tutorial.md"
 COLUMNS = {
     "norms": ["Topology", "Norm", "eps", "Biases"],
     "positions": ["Position", "Pairs", "Theta", "Window"],

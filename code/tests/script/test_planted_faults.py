@@ -1,8 +1,9 @@
 """Each fault of the catalogue, planted: the demos see it, and the notes say which."""
 
-import planted_faults
 import pytest
 import torch
+
+from notes import planted_faults
 
 NOTES = planted_faults.NOTES.read_text(encoding="utf-8")
 
@@ -23,6 +24,6 @@ def test_a_demo_turns_fail_by_comparison(fault):
 
 
 def test_table_in_the_notes_is_the_measured_one():
-    write = "python code/tests/planted_faults.py --write"
+    write = "python code/notes/planted_faults.py --write"
     assert planted_faults.TABLE.findall(NOTES) == [planted_faults.table()], write
     assert planted_faults.CLASSICS_TABLE.findall(NOTES) == [planted_faults.classics()], write

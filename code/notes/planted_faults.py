@@ -1,8 +1,8 @@
 """Faults to plant in the script: what each changes, what one would see, which demos turn FAIL.
 
-python3 code/tests/planted_faults.py              the table of the notes, measured
-python3 code/tests/planted_faults.py NAME ...     the change a fault makes, and what the demos say
-python3 code/tests/planted_faults.py --list       the names, and what one would see
+python3 code/notes/planted_faults.py              the table of the notes, measured
+python3 code/notes/planted_faults.py NAME ...     the change a fault makes, and what the demos say
+python3 code/notes/planted_faults.py --list       the names, and what one would see
 """
 
 import argparse

@@ -5,21 +5,22 @@ import inspect
 import re
 import sys
 
-import notes
 import pytest
 import torch
 import transformer_block as tb
 from torch import nn
 
+from notes import build
+
 pytest.importorskip("matplotlib")
 
-FOLDER = notes.ROOT / "code" / "figures"
+FOLDER = build.ROOT / "code" / "figures"
 sys.path.insert(0, str(FOLDER))
 draw = importlib.import_module("draw")
 
 NAMES = [figure.__name__ for figure in draw.FIGURES]
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-DOCUMENTS = (notes.NOTES, notes.ROOT / "README.md")
+DOCUMENTS = (build.NOTES, build.ROOT / "README.md")
 
 
 def committed(name: str) -> str:

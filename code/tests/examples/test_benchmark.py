@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-import notes
+from notes import build
 
-BENCHMARK = notes.RESULTS.parent / "benchmark.py"
+BENCHMARK = build.RESULTS.parent / "benchmark.py"
 
 
 def run(*options: str) -> subprocess.CompletedProcess:

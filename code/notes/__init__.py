@@ -1,0 +1,1 @@
+"""What the notes quote, show and count, and the one program that writes it into them."""
