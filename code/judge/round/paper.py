@@ -5,6 +5,7 @@ Nothing here needs torch, and a seed gives the same text on every Python: what i
 """
 
 import functools
+import itertools
 import random
 import re
 import textwrap
@@ -79,22 +80,32 @@ class Paper(NamedTuple):
     faults: int
     choices: dict[str, str]
     names: dict[str, str]
+    given: dict[str, str]  # the sizes and the line of TEXT
     header: str
     body: str  # in the names of pieces.txt, as the kinds write them
 
-    def text(self, planted: Sequence[Planted] = (), sealed: bool = False) -> str:
-        """The file with these bugs in it; a sealed one does not tell its seed."""
+    def text(self, planted: Sequence[Planted] = (), number: int | None = 1) -> str:
+        """The file with these bugs in it, set `number` of its seed; None: sealed, without a seed."""
         lines = self.body.split("\n")
         for bug in sorted(planted, key=lambda bug: -bug.line):
             lines[bug.line : bug.line + len(bug.right)] = bug.wrong
-        header = self.header
-        if sealed:
-            header = header.replace(first_line(self), f"# bug round: sealed, version {VERSION}", 1)
-        return header + renamed("\n".join(lines), self.names)
+        drawn = f"seed {self.seed}, faults {self.faults}, set {number}"
+        first = f"# bug round: {'sealed' if number is None else drawn}, version {VERSION}\n"
+        return first + self.header + self.in_file(lines)
 
+    def first_line_of(self, bug: Planted, planted: Sequence[Planted]) -> int:
+        """Where a bug begins in the file, counted from 1."""
+        above = sum(len(b.wrong) - len(b.right) for b in planted if b.line < bug.line)
+        return bug.line + above + 2 + self.header.count("\n")
 
-def first_line(paper: Paper) -> str:
-    return f"# bug round: seed {paper.seed}, faults {paper.faults}, version {VERSION}"
+    def in_choices(self, choices: dict[str, str]) -> "Paper":
+        """The same file in other styles."""
+        return self._replace(choices=choices, body=body_of(choices, self.given))
+
+    def in_file(self, lines: Sequence[str]) -> str:
+        """Lines in the names of this file."""
+        norm = {"Norm": "nn.LayerNorm"} if self.choices["norm"] == "builtin" else {}
+        return renamed("\n".join(lines), self.names | norm)
 
 
 def renamed(text: str, names: dict[str, str]) -> str:
@@ -154,16 +165,22 @@ def fits(wanted: dict[str, tuple[str, ...]], choices: dict[str, str]) -> bool:
     return all(choices[name] in options for name, options in wanted.items())
 
 
-def filled(slot: str, choices: dict[str, str], given: dict[str, list[str]]) -> list[str]:
+def body_of(choices: dict[str, str], given: dict[str, str]) -> str:
+    """The file below its header, in the names of pieces.txt."""
+    sizes = {name: given[name] for name in SIZE_NAMES}
+    text = renamed("\n".join(filled("file", choices, given)), sizes)
+    return re.sub(r"\n{3,}", "\n\n", text) + "\n"
+
+
+def filled(slot: str, choices: dict[str, str], given: dict[str, str]) -> list[str]:
     """The lines of a slot, with the slots inside it filled; none where no piece fits."""
-    lines = given.get(slot)
-    if lines is None:
-        fitting = [one for one in pieces()[1] if one.slot == slot and fits(one.wanted, choices)]
-        if len(fitting) > 1:
-            raise ValueError(f"{len(fitting)} pieces fit slot {slot}, at most one may")
-        lines = fitting[0].lines if fitting else []
+    if slot in given:
+        return [given[slot]]
+    fitting = [one for one in pieces()[1] if one.slot == slot and fits(one.wanted, choices)]
+    if len(fitting) > 1:
+        raise ValueError(f"{len(fitting)} pieces fit slot {slot}, at most one may")
     out: list[str] = []
-    for line in lines:
+    for line in fitting[0].lines if fitting else []:
         inner = re.fullmatch(r"( *)<<(\w+)>>", line)
         if inner:
             out += [
@@ -192,22 +209,19 @@ def clean_paper(seed: int, faults: int) -> Paper:
     names = {}
     for own, columns in name_columns():
         names.update(zip(own, draw.one(columns)))
-    sizes = dict(zip(SIZE_NAMES, map(str, draw.one(SIZES))))
-    given = {"text": [f'TEXT = "{draw.one(read("texts.txt").splitlines())}"']}
+    given = dict(zip(SIZE_NAMES, map(str, draw.one(SIZES))))
+    given["text"] = f'TEXT = "{draw.one(read("texts.txt").splitlines())}"'
     norm = draw.one(pieces()[0]["norm"])  # once: the long ones would seldom fit
     while True:
         choices = {name: draw.one(options) for name, options in pieces()[0].items()}
         choices["norm"] = norm
-        body = renamed("\n".join(filled("file", choices, given)), sizes)
-        body = re.sub(r"\n{3,}", "\n\n", body) + "\n"
+        body = body_of(choices, given)
         if sum(1 for line in body.split("\n") if line) <= CODE_LINES - ROOM:
             break
-    if choices["norm"] == "builtin":
-        names["Norm"] = "nn.LayerNorm"
-    paper = Paper(seed, faults, choices, names, "", body)
+    paper = Paper(seed, faults, choices, names, given, "", body)
     head = HEADS[choices["head"] == "untied"]
     said = read("header.txt").format(faults=COUNT[faults], tied=head, **names)
-    lines = [first_line(paper), "#"]
+    lines = ["#"]
     for line in said.strip().split("\n"):
         behind = "  " + " " * 10 * bool(re.match(r"\w+ {2,}", line))
         lines += textwrap.wrap(
@@ -322,3 +336,8 @@ def drawn_sets(paper: Paper) -> Iterator[tuple[Planted, ...]]:
                 chosen.append(bug)
         if len(chosen) == paper.faults:
             yield tuple(sorted(chosen, key=lambda bug: bug.line))
+
+
+def nth_set(paper: Paper, number: int) -> tuple[Planted, ...]:
+    """The set of this number, from 1."""
+    return next(itertools.islice(drawn_sets(paper), number - 1, None))

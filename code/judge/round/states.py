@@ -28,7 +28,15 @@ def measured(probe: Probe, subject: Subject, layout: Layout) -> Reading:
 class States:
     """All states of repair of a set of bugs, measured when they are asked for."""
 
-    def __init__(self, paper: Paper, planted: Sequence[Planted], layout: Layout | None = None):
+    def __init__(
+        self,
+        paper: Paper,
+        planted: Sequence[Planted],
+        layout: Layout | None = None,
+        before: Callable[[str], None] = lambda name: None,
+    ):
+        """before is called with a probe's name ahead of each measurement."""
+        self.before = before
         self.paper, self.planted = paper, tuple(planted)
         numbers = range(len(self.planted))
         self.all = [
@@ -50,6 +58,7 @@ class States:
         if key not in self._readings:
             if state not in self._subjects:
                 self._subjects[state] = self.subject(state)
+            self.before(probe.name)
             self._readings[key] = measured(probe, self._subjects[state], self.layout)
         return self._readings[key]
 

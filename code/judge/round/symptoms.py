@@ -224,9 +224,13 @@ TELLING: tuple[tuple[str, Words], ...] = (  # from what tells most to what tells
 ORDER = {name: rank for rank, (name, _) in enumerate(TELLING)}
 
 
-def rank(name: str) -> int:
-    """How much a finding tells: exceptions first."""
-    return -1 if name.endswith(" raises") else ORDER.get(name, len(ORDER))
+def rank(name: str, theirs: Reading) -> int:
+    """How much a finding of theirs tells: exceptions first, what theirs does not hold last."""
+    if name.endswith(" raises"):
+        return -1
+    found = theirs.get(name)
+    small = name == "gradients" and found and all(state == "some" for _, state in found)
+    return len(ORDER) + (found is None) if small or found is None else ORDER.get(name, len(ORDER))
 
 
 def symptom(name: str, theirs: Reading, wanted: Reading) -> str:

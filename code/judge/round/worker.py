@@ -8,7 +8,7 @@ import torch
 from judge.process import Channel
 from judge.round import orders
 from judge.round.measuring import NotMeasuredError, Raised, Reading, differing, raised
-from judge.round.paper import Paper, Planted, clean_paper, drawn_sets
+from judge.round.paper import Paper, clean_paper, drawn_sets, nth_set
 from judge.round.probes import PROBES, Layout
 from judge.round.states import State, States, breaks, measured
 from judge.round.subject import Subject, reset
@@ -40,7 +40,7 @@ def tried(request: dict, channel: Channel) -> dict:
     """What is left in a file, in words and numbers; `why` alone where it cannot be measured."""
     paper = clean_paper(request["seed"], request["faults"])
     planted = nth_set(paper, request["set"])
-    states = States(paper, planted)
+    states = States(paper, planted, before=lambda _: channel.stage("the judge's own files"))
     sys.argv = [request["filename"]]
     sys.path.insert(0, str(Path(request["filename"]).resolve().parent))
     channel.stage("the file")
@@ -53,7 +53,6 @@ def tried(request: dict, channel: Channel) -> dict:
         return {"why": str(error)}
     except BaseException as error:
         return {"why": in_words(raised(error, request["filename"]))}
-    channel.stage("the judge's own files")
     state, off = states.nearest(lambda probe: theirs[probe.name])
     new = new_finding(states, state, theirs) if off else None
     if new and isinstance(theirs[new[0]].get(new[1]), Raised):
@@ -68,13 +67,6 @@ def tried(request: dict, channel: Channel) -> dict:
         channel.stage("the second and third order")
         found["orders"] = orders.judged(subject, states.layout)
     return found
-
-
-def nth_set(paper: Paper, number: int) -> tuple[Planted, ...]:
-    sets = drawn_sets(paper)
-    for _ in range(number - 1):
-        next(sets)
-    return next(sets)
 
 
 def readings(subject: Subject, layout: Layout, channel: Channel) -> dict[str, Reading]:
@@ -100,7 +92,7 @@ def probe_named(name: str):
 def new_finding(states: States, state: State, theirs: dict[str, Reading]) -> tuple[str, str]:
     """The probe and the finding that speak most clearly against the nearest state."""
     found = [
-        (rank(finding), probe.name, finding)
+        (rank(finding, theirs[probe.name]), probe.name, finding)
         for probe in PROBES
         for finding in differing(theirs[probe.name], states.reading(state, probe))
     ]
@@ -118,7 +110,7 @@ def next_bug(states: States, state: State, theirs: dict[str, Reading]) -> dict:
                     states.reading(one, probe) for one in (state, state | {number})
                 )
                 gaps = differing(with_it, without)
-                shown += [(rank(gap), number, probe.name, gap) for gap in gaps]
+                shown += [(rank(gap, theirs[probe.name]), number, probe.name, gap) for gap in gaps]
                 if breaks(with_it) and breaks(without):
                     break
     shown = [one for one in shown if one[3] in theirs[one[2]]] or shown
