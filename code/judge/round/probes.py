@@ -19,6 +19,7 @@ from judge.round.subject import SIZES, Subject, drawn_ids
 CONTEXT, VOCABULARY = SIZES["context"], SIZES["vocab_size"]
 ROWS = 4000  # of one prompt: two fair samples differ by less than SHARE, bugs by more than three
 SHARE = 0.05
+PROMPTS = (("short", 3, 4, 6), ("over the context", CONTEXT + 2, 3, 8), ("row", 5, 2, 1))
 LEAST = 1e-5  # of the whole gradient: below it a parameter's is rounding
 
 Layout = dict[str, Tensor]
@@ -213,8 +214,10 @@ def batches(subject: Subject, layout: Layout) -> Reading:
 def greedy(subject: Subject, layout: Layout) -> Reading:
     """P11: generate at temperature 0 against a loop over their own logits, and the mode after it."""
     found: Reading = {}
-    for name, T, n, B in (("short", 3, 4, 4), ("over the context", CONTEXT + 2, 3, 2), ("row", 5, 2, 1)):
-        model = subject.model(layout, drop_rate=0.8)
+    bias = subject.names["last_norm"] + ".bias"  # it would favour one token everywhere
+    varied = {name: 0 * w if name == bias else w for name, w in layout.items()}
+    for name, T, n, B in PROMPTS:
+        model = subject.model(varied, drop_rate=0.8)
         prompt = drawn_ids(f"P11 {name}", B, T)
         expected = prompt
         with torch.no_grad():
