@@ -995,9 +995,11 @@ def derived(name):
 
 def test_models_in_one_order():
     tables = build.recipe_tables(NOTES)
-    assert len(tables.pop("front")) == 12 and len(tables) == 5
+    assert len(tables.pop("front")) == 12
+    later = [title for title in tables if title.endswith("2025 and 2026")]
+    assert (len(tables), len(later)) == (8, 4)
     for title, rows in tables.items():
-        assert list(rows) == NAMES, f"table {title}"
+        assert title in later or list(rows) == NAMES, f"table {title}"
 
 
 @pytest.mark.parametrize("name", NAMES)
