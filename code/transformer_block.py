@@ -2881,6 +2881,8 @@ def main_name(parser: argparse.ArgumentParser, kind: str, given: str, names: Ite
     ours = {n.lower() for n, v in globals().items() if getattr(v, "__module__", "") == __name__}
     if kind == "demo" and word.partition(".")[0] in ours:
         parser.error(f"{given} is no demo; to print it: --show {given}")
+    if Path(__file__).with_name("judge").joinpath("mistakes", f"{given}.txt").is_file():
+        parser.error(f"{given} is an exercise: practice.py answer {given} prints it")
     helpers = ("demo_", "check_", "reference_", "main", "require_", "_")
     public = [name for name in known if not name.startswith(helpers)]
     near = [name for name in public if word in name and len(word) > 2]

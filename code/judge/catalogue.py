@@ -42,11 +42,12 @@ bool [T, S], T <= S, True = may attend; the last query stands beside the last ke
 With window=W a query sees the last W keys, its own included."""),
     Task("rotate", 1, "D15", "§4.2", "RoPE", """\
 RoPE, half-split: channel i of x [B, n, T, d_h] is paired with channel i + d_h/2 and turned by
-position * base^(-2i/d_h). positions [T] are integers."""),
+position * base^(-2i/d_h). positions [T] are integers. Angles are computed in float32 or wider,
+also where x is float16 or bfloat16; the result has the dtype of x."""),
     Task("attention", 1, "D05", "§5.2", "MHA, GQA and MQA in one", """\
 q [B, H, T, d_h], k [B, G, S, d_h], v [B, G, S, d_v] give [B, H, T, d_v]; G divides H.
-mask is bool, True = may attend, and broadcasts to [B, 1, T, S].
-A query that may attend to nothing gets zeros."""),
+mask is bool, True = may attend, and broadcasts to [B, 1, T, S]. Scores may be of any size.
+A query that may attend to nothing gets zeros, and leaves no NaN in any gradient."""),
     Task("online_softmax", 1, "D05", "§7.4", "attention block by block", """\
 Attention of one head without a mask: q [T, d_h], k [S, d_h], v [S, d_v] give [T, d_v].
 K and V are read block keys at a time (the last block may be shorter); no [T, S] table is made."""),
@@ -96,7 +97,7 @@ numbers a token.
 {FORWARD_CACHED}"""),
     Task("SwitchFFN", 3, "D09", "§6.2", "top-1 experts and the balance loss", """\
 Top-1 experts: each token goes to its likeliest expert (a SwiGLU without biases), whose output is
-weighted with its probability. The router is linear without bias.
+weighted with its probability; none is dropped. The router is linear without bias.
 
 forward takes x [B, T, d_model] and returns (y [B, T, d_model], balance_loss): the number of
 experts times the sum of f * P over experts, f the share of the B * T tokens that go to an expert,
@@ -117,13 +118,13 @@ Mean cross entropy of logits [B, T, V] at t against ids [B, T] at t + 1. mask is
 True = real token; a pair counts where both its tokens are real."""),
     Task("sample", 3, "D11", "§10.3", "temperature, top-k, top-p", """\
 Token ids [B, 1] drawn from logits [B, V]. temperature 0 takes the likeliest and draws nothing.
-top-k first; then, over what is left and renormalised, top-p: the fewest likeliest tokens whose
-sum is at least p. Draws come from generator."""),
+top-k first (above V it keeps all); then, over what is left and renormalised, top-p: the fewest
+likeliest tokens whose sum is at least p. Draws come from generator."""),
     Task("generate", 3, "D04", "§10.3", "greedy decoding with a cache", """\
 The prompt ids [B, T] and max_new_tokens that follow greedily. model(ids, cache) returns
 (logits, cache), cache None at the start. The prompt is fed once, then one token a step: n new
 tokens are n calls. A row that has produced eos_id is filled with it, and when all rows have, the
-loop ends; an eos_id in the prompt does not count."""),
+loop ends; an eos_id in the prompt does not count, and eos_id may be 0."""),
     Task("speculate", 3, "D04", "§10.3", "one greedy speculative step", """\
 target(ids) and draft(ids) return logits [1, T, V]. draft proposes n_draft tokens one by one,
 target checks them in one call; what is returned are the new ids, [1, accepted + 1], the same

@@ -3,6 +3,7 @@
 import ast
 import copy
 import functools
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -75,6 +76,18 @@ def test_a_wrong_block_runs_all_the_same_and_gives_something_else(model, tmp_pat
         assert not own.verdict.right and "(tiled)" in own.verdict.mistake
         own.put_in(model, SIZES, BASE, EPS)
         assert (model(ids) - whole).abs().max() > 0.1
+
+
+def test_a_block_imports_what_lies_beside_its_file(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    head, block = answer().split("class ModernBlock")
+    (tmp_path / "my_parts_of_a_block.py").write_text(head)
+    mine = "from my_parts_of_a_block import *\n\nclass ModernBlock" + block
+    own = OwnFile(written(tmp_path / "mine.py", mine))
+    assert own.verdict.right
+    own.put_in(model, SIZES, 10_000.0, 1e-6)
+    with torch.no_grad():
+        assert model.generate(torch.randint(31, (1, 9)), 4).shape == (1, 13)
 
 
 def test_base_and_eps_are_found_however_they_are_written():
