@@ -72,9 +72,11 @@ class Source:
         return found
 
     def is_numpy(self, name: str) -> bool:
-        """Whether an answer uses NumPy and not torch."""
+        """Whether an answer uses NumPy and not torch, or stands in a file that does."""
         nodes = [self.definitions[one] for one in self.needed_by(name)]
         used = {self.imported.get(word) for node in nodes for word in names_used(node)}
+        if not used & {"numpy", "torch"}:
+            used = set(self.imported.values())
         return "numpy" in used and "torch" not in used
 
 

@@ -96,7 +96,7 @@ def test_numpy_changes_nothing_in_place_and_draws_need_torch():
     text = "import numpy as np\ndef swiglu(x, w_gate, w_up, w_down):\n    x *= 2\n    return np.abs(x)\n"
     assert "in place" in judge(text, ["swiglu"])[0].text()
     text = "import numpy as np\ndef sample(logits, *rest):\n    return np.argmax(logits)\n"
-    assert "must use torch" in judge(text, ["sample"])[0].text()
+    assert not judge(text, ["sample"])[0].right
 
 
 HELPERS = answer_source("ModernBlock").replace(

@@ -18,7 +18,7 @@ import practice_wrong
 import pytest
 import torch
 
-from judge.answers import answer_source, planted
+from judge.answers import answer_source, planted, whiteboard, with_all_it_needs
 from judge.catalogue import TASKS
 from judge.judging import judge
 from judge.mistakes import mistakes_of
@@ -191,7 +191,7 @@ def test_there_are_three_styles_an_exercise_or_more():
 
 def test_the_whiteboard_is_accepted_in_ten_seconds_of_computing():
     start = time.process_time()
-    verdicts = judge(WHITEBOARD)
+    verdicts = judge(with_all_it_needs(whiteboard(), set(TASKS)))
     assert [v.name for v in verdicts if not v.right] == []
     assert {v.name for v in verdicts} == set(TASKS)
     assert time.process_time() - start < 10

@@ -111,11 +111,12 @@ def test_bpe_decode_of_broken_bytes() -> None:
 # ── Padding and beams ────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("pad_id", [0, 9])
 @pytest.mark.parametrize(
     "prompts", [[[5, 6, 7], [8], []], [[0, 0, 3]], [[1, 0], [0, 0, 0, 9], [4, 4, 4]]]
 )
-def test_left_pad(prompts: list[list[int]]) -> None:
-    ids, mask, positions = wb.left_pad(prompts, 0)
+def test_left_pad(prompts: list[list[int]], pad_id: int) -> None:
+    ids, mask, positions = wb.left_pad(prompts, pad_id)
     T = max(map(len, prompts))
     assert ids.shape == mask.shape == positions.shape == (len(prompts), T)
     assert ids.dtype == positions.dtype == torch.int64 and mask.dtype == torch.bool
@@ -124,7 +125,7 @@ def test_left_pad(prompts: list[list[int]]) -> None:
         for t in range(T):
             real = t >= gap
             assert mask[b, t] == real
-            assert ids[b, t] == (prompt[t - gap] if real else 0)
+            assert ids[b, t] == (prompt[t - gap] if real else pad_id)
             assert positions[b, t] == (t - gap if real else 0)
 
 
