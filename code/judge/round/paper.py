@@ -30,7 +30,7 @@ SIZES = (  # context, width, heads, batch size, micro-batches, steps, warm-up, l
     (20, 64, 4, 5, 2, 150, 15, 2e-3, 2e-4),
     (36, 40, 5, 4, 2, 150, 20, 5e-3, 5e-4),
 )
-SIZE_NAMES = ["CONTEXT", "WIDTH", "HEADS", "ROWS", "MICRO", "STEPS", "WARMUP", "RATE", "FLOOR"]
+SIZE_NAMES = "CONTEXT WIDTH HEADS ROWS MICRO STEPS WARMUP RATE FLOOR".split()
 
 One = TypeVar("One")
 
@@ -183,7 +183,10 @@ def filled(slot: str, choices: dict[str, str], given: dict[str, str]) -> list[st
     for line in fitting[0].lines if fitting else []:
         inner = re.fullmatch(r"( *)<<(\w+)>>", line)
         if inner:
-            out += [f"{inner[1]}{one}" if one else "" for one in filled(inner[2], choices, given)]
+            out += [
+                f"{inner[1]}{one}" if one else ""
+                for one in filled(inner[2], choices, given)
+            ]
         else:
             out.append(line)
     return out
