@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from judge.cases import ArrayFunction, Case, Trouble, argument_as_shown, drawn, result_of
 from judge.compare import Expectation, kind_in_words
-from judge.functions import Largest
+from judge.functions import Largest, steep_scores
 
 BY_HAND = 1e-9  # of the largest value
 EXACT = Expectation(close=BY_HAND)
@@ -165,8 +165,10 @@ def attention_backward_cases() -> list[Case]:
     cases += [case(**given(3, 6, 2, 5, 7, 8, 9), mask=causal)]
     cases += [case(**usual, mask=padding[:, None, None]), case(**usual, mask=holes)]
     cases += [case(**usual, mask=(holes & padding[:, None])[:, None])]
-    steep = {**usual, "q": 3e3 * usual["q"]}
-    return [*cases, case(**steep, mask=causal, close=1e-6, more=" with scores up to 1e4")]
+    for steep in ({"q": 3e3 * usual["q"]}, steep_scores(1e4)):
+        given = {**usual, **steep, "mask": causal}
+        cases.append(case(**given, close=1e-6, more=" with scores up to 1e4"))
+    return cases
 
 
 def flash_inputs(T: int, S: int, scale: float = 1.0) -> dict[str, Tensor]:
