@@ -27,6 +27,8 @@ from judge.mistakes import mistakes_of
 from judge.notes import section
 from judge.process import Child
 from judge.progress import Progress, progress_file
+from judge.round.command import is_round, run_debug, run_try_round
+from judge.round.paper import FAULTS
 from judge.session import WORKER, Trial
 from judge.source import Unreadable, read_source
 from judge.templates import blank
@@ -50,7 +52,9 @@ def run_try(args: argparse.Namespace, progress: Progress, warm: Child | None = N
     except Unreadable as why:
         print(printable(wrong(Path(args.file).name, str(why)).text()))
         return 1
-    trial = Trial(source, args.names or None)
+    if is_round(source.text):
+        return run_try_round(source.text, Path(args.file), progress, args.hint, args.key)
+    trial = Trial(source, args.names or None, args.case)
     solved, failed = [], 0
     for verdict in debugged(source, trial) if args.debug else trial.verdicts(warm):
         print(printable(shown(verdict, args, progress)), flush=True)
@@ -68,7 +72,7 @@ def debugged(source: object, trial: Trial) -> list[Verdict]:
     """The verdicts, judged in this process without limits, so that breakpoint() works."""
     from judge.worker import in_this_process  # noqa: PLC0415, it imports torch
 
-    judge = in_this_process(source, trial.names)
+    judge = in_this_process(source, trial.names, trial.case)
     yield from judge.verdicts()
     trial.notes += judge.notes
 
@@ -197,6 +201,13 @@ def exercise_or_all(text: str) -> str:
     return text if text == EVERYTHING else exercise(text)
 
 
+def seed(text: str) -> int:
+    """A whole number from 0, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
+    return int(text)
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -231,6 +242,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     one.add_argument("name", nargs="?", type=exercise, metavar="NAME")
     one.add_argument("number", nargs="?", type=int, metavar="NUMBER", help="else one is drawn")
     one.add_argument("--reveal", action="store_true", help="say what is wrong")
+    one = command("debug", "print a mini-GPT with hidden bugs: put it into a file, mend it, try it")
+    one.add_argument(
+        "--seed", type=seed, metavar="N", help="the same file again, else one is drawn"
+    )
+    one.add_argument("--faults", type=int, choices=FAULTS, default=4, help="4 unless said")
+    one.add_argument("--sealed", type=Path, metavar="DIR", help="a paper, its key, a score sheet")
     command("cards", "questions, wrong claims and drills of the notes as a file for Anki")
     return parser.parse_args(argv)
 
@@ -243,6 +260,7 @@ def add_options(one: argparse.ArgumentParser, command: str) -> None:
     add("--hint", action="store_true",
         help="keep the name back: first the case, then the place, then the name")  # fmt: skip
     add("--case", action="store_true", help="print the failing case as Python for a REPL")
+    add("--key", type=Path, metavar="FILE", help="the key of a sealed paper (key.json beside it)")
     one.set_defaults(debug=False)
     if command == "try":
         add("--debug", action="store_true", help="without limits, for breakpoint() in FILE")
@@ -262,6 +280,8 @@ def run(argv: list[str] | None) -> int:
         print(section(TASKS[args.names[0]].section))
     elif args.command == "fault":
         return run_fault(args)
+    elif args.command == "debug":
+        return run_debug(args.seed, args.faults, args.sealed, progress)
     elif args.command == "cards":
         return run_cards()
     elif args.command == "watch":

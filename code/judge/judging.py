@@ -37,13 +37,17 @@ DTYPES = re.compile(r"dtype|Float|Double|float|double")
 
 
 class Judge:
-    """Judges one text; stage is told the exercise that begins, running each case."""
+    """Judges one text; stage is told the exercise that begins, running each case.
+
+    case: verdicts carry the failing case as lines for a REPL.
+    """
 
     def __init__(
         self, source: Source, names: list[str] | None = None,
         stage: Callable[[str], None] | None = None, running: Callable[[str], None] | None = None,
+        case: bool = False,
     ):  # fmt: skip
-        self.source, self.names = source, names
+        self.source, self.names, self.case = source, names, case
         self.stage, self.running = stage or (lambda label: None), running
         self.file = SubmittedFile(source.text, source.filename)
         self.notes: list[str] = []  # what is to be said beside the verdicts
@@ -132,7 +136,7 @@ class Judge:
         if not found:
             return right(one.name, len(one.cases), ready_layer(one.name, function))
         named = named_function_mistake(one.name, theirs, found)
-        shown = replay_function(one.name, answer, theirs, found)
+        shown = replay_function(one.name, answer, theirs, found) if self.case else None
         return self._wrong(one, theirs, found, named, shown)
 
     def _verdict_on_arrays(self, one: FunctionExercise, function: Callable) -> Verdict:
@@ -192,7 +196,7 @@ class Judge:
     def _wrong_class(self, one: ClassExercise, reading: Reading, more: str = "") -> Verdict:
         """Of a class whose parameters were read; more is a mistake that was seen before."""
         found = list(differences(reading.answer, reading.outcomes))
-        shown = replay_class(one, reading.outcomes.subject, found) if found else None
+        shown = replay_class(one, reading.outcomes.subject) if found and self.case else None
         verdict = self._wrong(one, reading.outcomes, found, reading.named, shown, more)
         unsure = not reading.submission.all_tried and verdict.lines[0] == UNKNOWN
         if unsure:
@@ -326,9 +330,11 @@ def signature_of(function: object) -> tuple[int, int] | None:
     return None
 
 
-def judge(text: str, names: list[str] | None = None, filename: str = "mine.py") -> list[Verdict]:
+def judge(
+    text: str, names: list[str] | None = None, filename: str = "mine.py", case: bool = False
+) -> list[Verdict]:
     """Execute a text in this process, without limits, and judge what it defines, or the names."""
-    return list(Judge(Source(text, filename), names).verdicts())
+    return list(Judge(Source(text, filename), names, case=case).verdicts())
 
 
 def read_block(text: str, filename: str) -> tuple[Verdict, Submission | None]:

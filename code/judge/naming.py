@@ -3,14 +3,13 @@
 import functools
 import itertools
 import math
-import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
-from judge.answers import answer_source
+from judge.answers import answer_source, parts_of
 from judge.cases import Outcomes, Unjudged
 from judge.catalogue import TASKS
 from judge.compare import Difference, first_difference, largest_gap, problem_of
@@ -38,12 +37,12 @@ class Named(NamedTuple):
 
 @functools.cache
 def known_mistakes(name: str) -> tuple[Mistake, ...]:
-    """Those of the exercise, then those of other exercises whose answers it contains."""
+    """Those of the exercise, then those of the parts of its answer, outer parts first."""
     source = answer_source(name)
     found = list(mistakes_of(name))
-    for other in TASKS:
-        if other != name and re.search(rf"^(def|class) {other}\b", source, re.M):
-            found += [one for one in mistakes_of(other) if source.count(one.old) == 1]
+    for part in reversed(parts_of(name)):
+        if part in TASKS and part != name:
+            found += [one for one in mistakes_of(part) if source.count(one.old) == 1]
     return tuple(dict.fromkeys(found))
 
 

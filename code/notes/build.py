@@ -1,29 +1,123 @@
-"""What the notes quote, and their links: find it, compare it, or write it anew.
+"""Writes into the notes and the README what stands elsewhere: the one program that does.
 
-    python code/notes/build.py      rewrites quotes, benchmark figures and link targets
+    python code/notes/build.py                  writes everything anew
+    python code/notes/build.py --check          only says what is stale; the exit status is 1 then
+    python code/notes/build.py quotes links     only these kinds; so with --check
 
-A Python fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that definition
-of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of whiteboard/ with all it needs
-from there. A figure before `<!-- row -->` is the ratio of that row of
-code/benchmarks/results.md; a table under `<!-- benchmark: row … -->` has such rows whole. Between
-the two `links` comments stand the targets of [§N], [Dnn], [Qn] and [arXiv:id].
+quotes      The fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that
+            definition of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of
+            whiteboard/ with all it needs from its file.
+benchmark   A figure before `<!-- row -->` is the ratio of that row of code/benchmarks/results.md; a
+            table under `<!-- benchmark: row ... -->` has such rows whole.
+recipes     The table under `<!-- recipes: title -->` is what the models of recipes.py show.
+faults      Between the two marks `faults`, and `classics`, stands what the demos say of each fault
+            of planted_faults.py: all are planted, which takes half a minute.
+judge       Between `<!-- judge: table -->` and `<!-- /judge -->` stands what the judge says of
+            planted faults and of right answers in other styles: measured, in minutes.
+links       Between the two marks `links` stand the targets of [§N], [Dnn], [Qn] and [arXiv:id].
 """
 
+import argparse
 import ast
+import itertools
 import re
+import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "code"))
+
 NOTES = ROOT / "transformer_block_tutorial.md"
 README = ROOT / "README.md"
+DOCUMENTS = (NOTES, README)
 RESULTS = ROOT / "code" / "benchmarks" / "results.md"
 SNIPPET = re.compile(r"(<!-- snippet: ([\w.]+) -->\n```python\n)(.*?)\n?```", re.S)
 BENCHMARK = re.compile(r"(<!-- benchmark: ([^>]+) -->\n)((?:\|.*\n)*)")
 FIGURE = re.compile(r"\d+\.\d+(<!-- ([a-z0-9-]+) -->)")
+RECIPES = re.compile(r"(<!-- recipes: ([^>]+) -->\n)((?:\|.*\n)*)")
+FAULTS = re.compile(r"(<!-- (faults|classics) -->\n\n).*?(?=\n\n<!-- /\2 -->)", re.S)
+JUDGE = re.compile(r"(<!-- judge: (\w+) -->\n\n).*?(?=\n\n<!-- /judge -->)", re.S)
 LINKS = re.compile(r"(<!-- links: [^>]*-->\n).*?(?=\n<!-- /links -->)", re.S)
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 LABEL = re.compile(r"§\d+(?:\.\d+)?|[DQ]\d+|arXiv:\d{4}\.\d{5}")
+
+
+# =============================================================================================
+# The notes as text
+# =============================================================================================
+
+
+def prose(text: str) -> str:
+    """The text without its fences, line numbers kept."""
+    return FENCE.sub(lambda m: "\n" * m[0].count("\n"), text)
+
+
+def slugs(text: str) -> dict[str, str]:
+    """The headings by the anchors that GitHub gives them."""
+    result: dict[str, str] = {}
+    for heading in re.findall(r"^#+ (.*)$", prose(text), re.M):
+        slug = base = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        count = 0
+        while slug in result:
+            count += 1
+            slug = f"{base}-{count}"
+        result[slug] = heading
+    return result
+
+
+def section_of(text: str, number: str) -> str:
+    """The section "5.2" with its heading, to the next of its level or above, or ""."""
+    lines, found, level = text.split("\n"), [], 0
+    for line, plain in zip(lines, prose(text).split("\n")):  # a # in a code block is no heading
+        heading = re.match(r"(#+) §?(\S*)", plain)
+        if heading and level and len(heading[1]) <= level:
+            break
+        if heading and heading[2] == number:
+            level = len(heading[1])
+        if level:
+            found.append(line)
+    return "\n".join(found)
+
+
+def phrases_of(text: str, number: str) -> str:
+    """section_of in one line, to look phrases up in: white space and line breaks do not matter."""
+    section = section_of(text, number)
+    if not section:
+        raise ValueError(f"no section {number}")
+    return re.sub(r"\s+", " ", section)
+
+
+def cells_of(row: str) -> list[str]:
+    """The cells of a row of a table."""
+    cells = re.split(r"(?<!\\)\|", row.strip().strip("|"))
+    return [cell.replace(r"\|", "|").strip() for cell in cells]
+
+
+def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
+    """The tables of models in the notes by their title: {title: {model: {column: cell}}}."""
+    tables = {}
+    for _, title, table in RECIPES.findall(text):
+        (_, *columns), _, *rows = map(cells_of, table.strip().split("\n"))
+        tables[title] = {model: dict(zip(columns, cells)) for model, *cells in rows}
+        if any(len(row) != len(columns) + 1 for row in rows) or len(tables[title]) != len(rows):
+            raise ValueError(f"a row of the table {title!r} is broken or stands twice")
+    return tables
+
+
+def recipe_cells(text: str) -> dict[str, dict[str, str]]:
+    """{model: {column: cell}} over all of them but the one in front."""
+    models: dict[str, dict[str, str]] = {}
+    for title, table in recipe_tables(text).items():
+        for model, cells in table.items() if title != "front" else ():
+            models.setdefault(model, {}).update(cells)
+    return models
+
+
+# =============================================================================================
+# Kinds
+# =============================================================================================
 
 
 class Quoted:
@@ -83,24 +177,6 @@ def benchmark_table(rows: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def prose(text: str) -> str:
-    """The text without its fences, line numbers kept."""
-    return FENCE.sub(lambda m: "\n" * m[0].count("\n"), text)
-
-
-def slugs(text: str) -> dict[str, str]:
-    """The headings by the anchors that GitHub gives them."""
-    result: dict[str, str] = {}
-    for heading in re.findall(r"^#+ (.*)$", prose(text), re.M):
-        slug = base = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        count = 0
-        while slug in result:
-            count += 1
-            slug = f"{base}-{count}"
-        result[slug] = heading
-    return result
-
-
 def link_targets(text: str) -> str:
     """A definition for each label that stands in brackets, in the order of sections and numbers."""
     sections = {}
@@ -120,14 +196,85 @@ def link_targets(text: str) -> str:
     return "".join(f"\n[{label}]: {targets[label]}" for label in sorted(targets, key=order))
 
 
-def rewritten(text: str) -> str:
-    """The text with every quote, figure and link target as its source has it."""
+def recipe_table(title: str) -> str:
+    """One of the tables of models; front is the one with twelve of them."""
+    import recipes  # noqa: PLC0415, it brings torch, which the other kinds do without
+
+    if title == "front":
+        return recipes.markdown_table(recipes.FRONT, recipes.FRONT_MODELS) + "\n"
+    if title in recipes.TABLES_2026:
+        columns = recipes.TABLES_2026[title]
+        return recipes.markdown_table(columns, recipes.RECIPES_2026, recipes.cells_2026) + "\n"
+    return recipes.markdown_table(recipes.TABLES[title]) + "\n"
+
+
+def fault_table(name: str) -> str:
+    """What the demos say of all planted faults, or of the classics."""
+    from notes import planted_faults  # noqa: PLC0415, it brings torch
+
+    return {"faults": planted_faults.table, "classics": planted_faults.classics}[name]()
+
+
+def judge_table(name: str) -> str:
+    """What the judge says of planted faults, or of right answers in other styles."""
+    sys.path.insert(0, str(ROOT / "code" / "tests" / "judge"))
+    import test_practice  # noqa: PLC0415, it measures, and brings torch
+
+    return test_practice.TABLES[name]()
+
+
+def with_benchmark(text: str) -> str:
     text = BENCHMARK.sub(lambda m: m[1] + benchmark_table(m[2].split()), text)
-    text = FIGURE.sub(lambda m: benchmark_row(m[2])[2] + m[1], text)
-    text = SNIPPET.sub(lambda m: f"{m[1]}{quote(m[2])}\n```", text)
-    return LINKS.sub(lambda m: f"{m[1]}{link_targets(text)}\n", text)
+    return FIGURE.sub(lambda m: benchmark_row(m[2])[2] + m[1], text)
+
+
+KINDS: dict[str, Callable[[str], str]] = {
+    "quotes": lambda text: SNIPPET.sub(lambda m: f"{m[1]}{quote(m[2])}\n```", text),
+    "benchmark": with_benchmark,
+    "recipes": lambda text: RECIPES.sub(lambda m: m[1] + recipe_table(m[2]), text),
+    "faults": lambda text: FAULTS.sub(lambda m: m[1] + fault_table(m[2]), text),
+    "judge": lambda text: JUDGE.sub(lambda m: m[1] + judge_table(m[2]), text),
+    "links": lambda text: LINKS.sub(lambda m: f"{m[1]}{link_targets(text)}\n", text),
+}
+
+
+# =============================================================================================
+# Command line
+# =============================================================================================
+
+
+def stale(kind: str) -> list[str]:
+    """The places, as file:line, from which on this kind would write something else."""
+    places = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        lines = itertools.zip_longest(text.split("\n"), KINDS[kind](text).split("\n"))
+        changed = [number for number, (was, becomes) in enumerate(lines, 1) if was != becomes]
+        places += [f"{path.name}:{number}" for number in changed[:1]]
+    return places
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="build.py", description="Writes into the notes and the README what stands elsewhere."
+    )
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--check", action="store_true", help="only say what is stale")
+    options = parser.parse_args(argv)
+    if unknown := [kind for kind in options.kinds if kind not in KINDS]:
+        parser.error(f"no kind {unknown[0]!r}; there are {', '.join(KINDS)}")
+    kinds = options.kinds or list(KINDS)
+    if options.check:
+        places = [f"{place}: {kind} stale" for kind in kinds for place in stale(kind)]
+        print("\n".join(places) or "nothing is stale")
+        return 1 if places else 0
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        for kind in kinds:
+            text = KINDS[kind](text)
+        path.write_text(text, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    for path in (NOTES, README):
-        path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(main())

@@ -45,5 +45,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, 0))
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Every test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_finish():
     gc.freeze()  # every later collection would walk the millions of objects of the imports

@@ -20,7 +20,6 @@ import torch
 
 from judge.answers import answer_source, planted, whiteboard, with_all_it_needs
 from judge.catalogue import TASKS
-from judge.exercises import answer_outcomes
 from judge.judging import judge
 from judge.mistakes import mistakes_of
 from judge.verdict import Verdict
@@ -308,51 +307,11 @@ def test_a_wrong_part_is_wrong_in_every_packing(one, part, name, monkeypatch):
 # Of the parts' faults those that no class can show: what its calls do not use.
 UNSEEN_IN_CLASSES = (
     "a query without keys|base is fixed|every query head reads KV head 0|the KV heads are averaged"
-    "|the groups are read|query head i|scores are divided by sqrt\\(d_v\\)|the positions are ignored"
-    "|positions count from 1|the output stays|the mask is ignored|it is causal by itself"
+    "|the groups are read|query head i|scores are divided by sqrt\\(d_v\\)"
+    "|the positions are ignored|positions count from 1|the output stays|the mask is ignored"
+    "|it is causal by itself"
     "|scores are divided by sqrt\\(8\\)"
 )
-
-# =============================================================================================
-# Never a false right
-# =============================================================================================
-
-GLOBALS = [
-    "torch.set_default_device('meta')",
-    "torch.set_default_dtype(torch.float16)",
-    "torch.set_grad_enabled(False)",
-]
-
-
-@pytest.mark.parametrize("line", GLOBALS)
-@pytest.mark.parametrize("name", ["swiglu", "ModernBlock"])
-def test_what_a_file_sets_globally_decides_nothing(name, line):
-    fault = mistakes_of(name)[0]
-    for text, right in (
-        (planted(name, fault), False),
-        (answer_source(name), True),
-    ):
-        (verdict,) = judge(f"import torch\n{line}\n{text}", [name])
-        assert verdict.right is right, verdict.text()
-        assert verdict.mistake == (None if right else fault.says)
-
-
-@pytest.mark.parametrize("name", ["swiglu", "ModernBlock"])
-def test_an_answer_that_raises_itself_judges_nothing(name, monkeypatch):
-    """Theirs raises what the reference raises: that makes it no right answer."""
-
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("not on this machine")
-
-    monkeypatch.setattr(torch.nn.functional, "silu", fails)
-    answer_outcomes.cache_clear()
-    try:
-        (verdict,) = judge(answer_source(name), [name])
-        assert not verdict.right and verdict.headline == "not judged"
-        assert "the answer itself fails" in verdict.text()
-    finally:
-        answer_outcomes.cache_clear()
-
 
 # =============================================================================================
 # Tables in the notes
