@@ -6,7 +6,7 @@
 
 quotes      The fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that
             definition of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of
-            whiteboard.py with all it needs from there.
+            whiteboard/ with all it needs from its file.
 benchmark   A figure before `<!-- row -->` is the ratio of that row of code/benchmarks/results.md; a
             table under `<!-- benchmark: row ... -->` has such rows whole.
 recipes     The table under `<!-- recipes: title -->` is what the models of recipes.py show.
@@ -151,7 +151,7 @@ class Quoted:
         return "\n\n".join(self.definition(other) for other in self.nodes if other in seen)
 
 
-SCRIPT, WHITEBOARD = Quoted("transformer_block.py"), Quoted("whiteboard.py")
+SCRIPT, WHITEBOARD = Quoted("transformer_block.py"), Quoted("whiteboard/blocks.py")
 
 
 def quote(name: str) -> str:
@@ -202,6 +202,9 @@ def recipe_table(title: str) -> str:
 
     if title == "front":
         return recipes.markdown_table(recipes.FRONT, recipes.FRONT_MODELS) + "\n"
+    if title in recipes.TABLES_2026:
+        columns = recipes.TABLES_2026[title]
+        return recipes.markdown_table(columns, recipes.RECIPES_2026, recipes.cells_2026) + "\n"
     return recipes.markdown_table(recipes.TABLES[title]) + "\n"
 
 

@@ -13,9 +13,10 @@ import torch
 from own_block import BlockError, Constants, OwnFile
 from transformer_block import DecoderOnlyLM
 
-import practice
+from judge.answers import CODE, answer_source, planted
+from judge.mistakes import mistakes_of
 
-ANSWERS = Path(practice.__file__).parent / "tests" / "judge" / "practice_answers"
+ANSWERS = CODE / "tests" / "judge" / "practice_answers"
 STYLES = sorted(
     path for path in ANSWERS.glob("right_*.py") if "class ModernBlock" in path.read_text()
 )
@@ -41,12 +42,12 @@ def written(path: Path, text: str) -> Path:
 
 
 def answer() -> str:
-    return practice.answer_source("ModernBlock")
+    return answer_source("ModernBlock")
 
 
 def tiled() -> str:
-    fault = next(f for f in practice.FAULTS["attention"] if "(tiled)" in f.says)
-    return practice.planted("ModernBlock", fault)
+    fault = next(f for f in mistakes_of("attention") if "(tiled)" in f.says)
+    return planted("ModernBlock", fault)
 
 
 @pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)

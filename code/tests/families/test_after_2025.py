@@ -299,7 +299,7 @@ def test_state_does_not_grow():
     held = []
     for length in (500, 1, 1):
         layer(torch.randn(1, length, D), kv_cache=state)
-        pairs = state.state, state.columns, *state._before[1:]
+        pairs = state.state, state.columns, *state._before[1].values()
         held.append(sum(t.untyped_storage().nbytes() for t in pairs if t is not None))
     assert held[1] == held[2] == 2 * held[0] == 2 * 4 * (6 * 5 * 7 + 3 * (2 * 10 + 42))
 
@@ -313,7 +313,7 @@ def test_state_is_float32_in_half():
         out = [layer.to(dtype)(part, kv_cache=state)[0] for part in x.to(dtype).split(150, dim=1)]
         assert state.state.dtype == torch.float32 and out[0].dtype == dtype
         assert largest(torch.cat(out, dim=1).double(), exact) < limit * exact.abs().max()
-    with pytest.raises(ValueError, match=r"kv_cache.*float64.*float32"):
+    with pytest.raises(TypeError, match=r"kv_cache.*float64.*float32"):
         layer.double()(x.double(), kv_cache=state)
 
 
@@ -605,10 +605,12 @@ def test_hybrid_learns():
 
 def test_hybrid_refuses_truncate():
     model, ids = hybrid(), torch.randint(V, (1, 8))
-    with pytest.raises(ValueError, match="mask must be None"):
-        model(ids, mask=torch.ones(8, 8, dtype=torch.bool))
+    holes = torch.ones(8, 8, dtype=torch.bool)
+    holes[5, 2] = False
+    with pytest.raises(ValueError, match="mask must be causal within documents"):
+        model(ids, mask=holes)
     model.windows[0] = 4
-    with pytest.raises(ValueError, match="mask must be None"):
+    with pytest.raises(ValueError, match="mask must be causal within documents"):
         model(ids)
     with pytest.raises(TypeError, match="DeltaNetState"):
         hybrid()(ids, kv_caches=[tb.KVCache() for _ in range(4)])
@@ -761,14 +763,16 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("q[:, :, t, None] @ state)", "q[:, :, t - 1, None] @ state)"),
     ],
     "delta_rule_chunked": [
+        (".tril(-1).cumsum(dim=2)", ".tril().cumsum(dim=2)"),
+        ("between = behind.exp().tril()", "between = behind.exp()"),
         (
-            "(total[..., None] - total[..., None, :]).tril().exp()",
-            "(total[..., None] - total[..., None, :]).exp()",
+            "steps[..., None].expand(*steps.shape, steps.shape[2]).tril(-1).cumsum(dim=2)",
+            "steps.cumsum(2)[..., None] - steps.cumsum(2)[..., None, :]",
         ),
         ("system, right = beta * between", "system, right = between"),
         ("since * (q @ state)", "q @ state"),
         ("(v - since * (k @ state))", "(v - k @ state)"),
-        ("end.exp()[..., None] * state", "state"),
+        ("since[:, :, -1:] * state", "state"),
         ("(left * k).mT", "k.mT"),
         ("(between * (q @ k.mT)) @ u", "(between.tril(-1) * (q @ k.mT)) @ u"),
         ("unitriangular=True", "unitriangular=False"),
@@ -779,16 +783,43 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("enumerate(self.weight)", "enumerate(self.weight.flip(0))"),
         ("columns[:, T:].clone()", "columns[:, T:]"),
         ("columns[:, T:].clone()", "before.clone()"),
+        ("packing.strangers(width - 1 - lag)", "packing.strangers(lag)"),
+        ("read = read.masked_fill(", "read.masked_fill("),
+    ],
+    "DocumentPacking": [
+        ("(~real).long().argsort", "real.long().argsort"),
+        ("stable=True", "stable=True, descending=True"),
+        (".where(self.real, last)", ""),
+        ("return x.masked_fill(~self.real[..., None], 0)", "return x"),
+        ("x.gather(1, self.order[..., None].expand_as(x))", "x"),
+        (".scatter(1, self.order[..., None].expand_as(out), out)", " + out"),
+        ("log_decay.masked_fill(padding, 0)", "log_decay"),
+        ("log_decay.masked_fill(begins, -math.inf)", "log_decay"),
+        ("beta.masked_fill(padding, 0)", "beta"),
+        ("return ahead != self.document", "return ahead > self.document"),
+        ("+ self.real.sum(1, keepdim=True)", "+ self.real.shape[1]"),
+        ("return kept.masked_fill((owner", "return kept or ((owner"),
+        ("owner != self.document[:, -1:]", "owner != owner[:, -1:]"),
+    ],
+    "StateCache": [
+        ("self.next_pos += length", "self.next_pos += 1"),
+        (
+            "self._before = self.next_pos, {name: getattr(self, name) for name in self.parts}",
+            "self._before = None",
+        ),
+        ("if length == 0:", "if length < self.next_pos:"),
+        ("if tensor.shape != shape:", "if False:"),
+        ("if tensor.dtype != dtype or tensor.device != device:", "if False:"),
+        ("value.clone() if", "value if"),
+        ("setattr(self, name, parts.get(name))", "setattr(self, name, parts[self.parts[0]])"),
     ],
     "DeltaNetState": [
-        ("self.next_pos + length, state, columns", "self.next_pos + 1, state, columns"),
-        ("self._before = self.next_pos, self.state, self.columns", "self._before = None"),
-        ("if length == 0:", "if length < self.next_pos:"),
-        ("self.state.shape != shapes[0] or", ""),
+        ('self.require_part("state", shapes[0], wide, x.device)', "self.state"),
+        ("wide = at_least_float32(x[:0]).dtype", "wide = x.dtype"),
     ],
     "GatedDeltaNet": [
         ("F.silu(mixed)", "mixed"),
-        ("mixed, columns = self.conv(mixed, columns)", "mixed, _ = self.conv(mixed, columns)"),
+        ("mixed, columns = self.conv(", "mixed, _ = self.conv("),
         ("+ 1e-6) for t", "+ 1e-3) for t"),
         (
             "t.repeat_interleave(v.shape[1] // t.shape[1], dim=1)",
@@ -799,61 +830,80 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
             "F.softplus(self.decay_proj(x).to(v) + self.dt_bias)",
             "F.softplus(self.decay_proj(x).to(v))",
         ),
-        ("-speed.mT", "-speed.mT.exp()"),
-        ("self.A_log.to(v).exp() *", "self.A_log.to(v) *"),
+        ("log_decay = (-rate", "log_decay = (-1 / rate"),
+        ("self.A_log.to(v).clamp(max=80).exp()", "self.A_log.to(v).clamp(max=80)"),
+        (".clamp(max=80).exp()", ".exp()"),
         ("q * self.k_dim**-0.5", "q"),
         ("q * self.k_dim**-0.5", "q * self.v_dim**-0.5"),
         ("self.norm(out.transpose(1, 2)) * gate", "self.norm(out.transpose(1, 2) * gate)"),
         ("F.silu(self.gate_proj(x).to(v))", "F.sigmoid(self.gate_proj(x).to(v))"),
-        ("cache.update(T, state, columns)", "pass"),
+        ("cache.update(T, state=state, columns=columns, real=real, begin=begin)", "pass"),
+        ("columns=columns, real=real, begin=begin)", "columns=columns)"),
+        ("x if packing is None else packing.front(x)", "x"),
+        ("(out if packing is None else packing.back(out))", "out"),
         (".uniform_(0.01, 16)", ".uniform_(0.01, 1)"),
-        (".to(state.dtype).split(self.widths", ".split(self.widths"),
+        (".to(state.dtype).split(widths", ".split(widths"),
     ],
     "require_recurrent": [
-        ("return x.masked_fill(~key_padding_mask[:, cached:, None], 0)", "return x"),
-        ("key_padding_mask[:, cached:, None]", "key_padding_mask[:, :T, None]"),
-        (
-            "x.masked_fill(~key_padding_mask[:, cached:, None], 0)",
-            "x * key_padding_mask[:, cached:, None]",
-        ),
-        ("if mask is not None or not causal:", "if mask is not None:"),
+        ("if mask is None and not causal:", "if False:"),
+        ("        require_forward_pass()", "        pass"),
+        ("combined_mask(mask, key_padding_mask, B, T, cached + T)", "pass"),
+    ],
+    "read_documents": [
+        ("real[:, start:]", "real[:, :T]"),
+        ("if not torch.equal(real[:, :start], told):", "if False:"),
+        ("begin is not None and begin.any()", "False"),
+        ("torch.maximum(since, begin[:, None])", "since"),
+        ("if not torch.equal(mask.expand_as(seen), seen):", "if False:"),
+        ("mask.diagonal(start - 1, -2, -1)", "mask.diagonal(start, -2, -1)"),
+        ("since[:, -1] if T else begin", "begin"),
     ],
     "IndexedCache": [
         ("self.index.truncate(self.next_pos)", "pass"),
+        ("self.index.truncate(length)", "pass"),
         ("copy.deepcopy(self)", "self"),
     ],
     "ChosenRows": [
         ("t[batch, 0, self.rows]", "t[batch, 0, self.rows * 0]"),
     ],
     "IndexedSparseAttention": [
-        ("F.relu(keys[:, 0].to(wide) @ rows.mT)", "(keys[:, 0].to(wide) @ rows.mT)"),
+        (
+            "F.relu(at_least_float32(keys[:, 0]) @ rows.mT)",
+            "(at_least_float32(keys[:, 0]) @ rows.mT)",
+        ),
         ("(weight[..., None] * hits)", "hits"),
         (
-            "weight = self.index_weight(x).to(wide).mT",
-            "weight = self.index_weight(x).to(wide).softmax(-1).mT",
+            "weight = at_least_float32(self.index_weight(x)).mT",
+            "weight = at_least_float32(self.index_weight(x)).softmax(-1).mT",
         ),
         (
-            "weight = self.index_weight(x).to(wide).mT",
-            "weight = self.index_weight(x).to(wide).abs().mT",
+            "weight = at_least_float32(self.index_weight(x)).mT",
+            "weight = at_least_float32(self.index_weight(x)).abs().mT",
         ),
         (
-            "return apply_rope(self.index_norm(self.index_k(x))[:, None], cos, sin)",
-            "return self.index_norm(self.index_k(x))[:, None]",
+            "return apply_rope(self.index_norm(self.index_k(x.detach()))[:, None], cos, sin)",
+            "return self.index_norm(self.index_k(x.detach()))[:, None]",
         ),
-        ("self.index_norm(self.index_k(x))", "self.index_k(x)"),
+        ("self.index_norm(self.index_k(x.detach()))", "self.index_k(x.detach())"),
         (
             "apply_rope(split_heads(q, self.index_dim), cos, sin)",
             "split_heads(q, self.index_dim)",
         ),
-        ("self.attn.q_norm(self.attn.q_down(x))", "self.attn.q_down(x)"),
+        ("self.attn.q_norm(self.attn.q_down(x)).detach()", "self.attn.q_down(x).detach()"),
+        ("self.attn.q_norm(self.attn.q_down(x)).detach()", "self.attn.q_norm(self.attn.q_down(x))"),
+        ("self.index_k(x.detach())", "self.index_k(x)"),
         ("scores = scores.masked_fill(~keep, -math.inf)", "pass"),
         ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k - 1, dim=-1)"),
         ("scores.topk(self.top_k, dim=-1)", "scores.topk(self.top_k, dim=-1, largest=False)"),
-        ("allowed if keep is None else allowed & keep", "allowed"),
         ("keys if kv_cache is None else kv_cache.append_index(keys)", "keys"),
-        ("if keys.shape[2] <= self.top_k:", "if keys.shape[2] <= self.top_k + 1:"),
-        ("if x.shape[1] == 1 and keep is None:", "if False:"),
+        ("if keys.shape[2] > self.top_k:", "if keys.shape[2] > self.top_k + 1:"),
         ("* self.index_dim) ** -0.5", ") ** -0.5"),
+    ],
+    "attend_chosen": [
+        ("allowed if keep is None else allowed & keep", "allowed"),
+        ("if x.shape[1] == 1 and keep is None:", "if False:"),
+        ("return attn(x, mask=keep, kv_cache", "return attn(x, kv_cache"),
+        (".scatter(-1, chosen, True)", ".scatter(-1, chosen[..., :-1], True)"),
     ],
     "require_indexed": [
         ("if causal and T > 1:", "if False:"),
@@ -863,7 +913,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
     "sinkhorn": [
         ("logits.softmax(dim=-1) + eps", "logits.softmax(dim=-2) + eps"),
         ("logits.softmax(dim=-1) + eps", "logits.sigmoid() + eps"),
-        ("if round:", "if False:"),
+        ("if i > 0:", "if False:"),
         ("matrix.sum(dim=-2, keepdim=True)", "1"),
         ("range(n_rounds)", "range(1)"),
     ],
@@ -880,7 +930,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("pre.sigmoid() + self.eps", "pre.softmax(-1) + self.eps"),
         ("a * part + b for", "part + b for"),
         ("normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)", "normed = wide"),
-        ("streams.flatten(2).to(", "streams.mT.flatten(2).to("),
+        ("streams.flatten(2)", "streams.mT.flatten(2)"),
         ("-math.log(n_streams - 1)", "-math.log(n_streams)"),
         ("torch.zeros(n_streams)", "torch.ones(n_streams)"),
     ],
@@ -890,10 +940,10 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("+ self.bias", ""),
     ],
     "HyperConnectedBlock": [
-        ("self.ffn(self.norm2(h))", "self.ffn(self.norm1(h))"),
+        ("self.ffn(self.norm2(h), ", "self.ffn(self.norm1(h), "),
         ("return self.ffn_streams(x,", "return self.attn_streams(x,"),
         ('"causal": mask is None', '"causal": False'),
-        ("self.attn(self.norm1(h), **seen, **at)[0]", "self.attn(h, **seen, **at)[0]"),
+        ("self.attn(self.norm1(h), **masks", "self.attn(h, **masks"),
     ],
 }
 
@@ -902,6 +952,9 @@ PROOFS = {
     **dict.fromkeys(("OutputGatedAttention",), "A01"),
     **dict.fromkeys(("delta_rule_recurrent", "delta_rule_chunked", "CausalConvolution"), "A02"),
     **dict.fromkeys(("DeltaNetState", "GatedDeltaNet", "require_recurrent"), "A02"),
+    **dict.fromkeys(("StateCache",), "A02"),
+    **dict.fromkeys(("attend_chosen",), "A03"),
+    **dict.fromkeys(("DocumentPacking", "read_documents"), "A02"),
     **dict.fromkeys(("IndexedCache", "ChosenRows", "IndexedSparseAttention"), "A03"),
     **dict.fromkeys(("require_indexed",), "A03"),
     **dict.fromkeys(("sinkhorn", "HyperConnection", "StreamCollapse"), "A04"),

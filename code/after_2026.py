@@ -1,0 +1,612 @@
+"""What the models of 2026 add to the operators of after_2025.py, small and proved.
+
+    python3 code/after_2026.py                   run the proofs
+    python3 code/after_2026.py B02               only those
+    python3 code/after_2026.py --list            what each proves
+    python3 code/after_2026.py --show NAME       print a definition with all it needs
+
+Letters and masks are those of transformer_block.py. Rotated channels stand first and turn as halves
+(i, i + r/2); released weights of DeepSeek-V4 and Hy4 load with their rows permuted so.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+import transformer_block as tb
+from torch import Tensor, nn
+from transformer_block import (
+    KVCache,
+    MixtureFFN,
+    MultiHeadLatentAttention,
+    RMSNorm,
+    SigmoidRouter,
+    SinkAttention,
+    apply_rope,
+    at_least_float32,
+    attend,
+    combined_mask,
+    require_forward_pass,
+    require_routing,
+    require_tensor,
+    require_value,
+    split_heads,
+    start_position,
+    table_rows,
+)
+
+from after_2025 import (
+    HyperConnection,
+    IndexedSparseAttention,
+    StateCache,
+    attend_chosen,
+    require_indexed,
+)
+
+# =============================================================================================
+# Values of another width than keys (MiMo-V2)
+# =============================================================================================
+
+
+class NarrowValueAttention(nn.Module):
+    """Grouped attention whose values are narrower than its keys, and scaled (MiMo-V2-Flash).
+
+    Versus MultiHeadAttention: v has v_dim channels a head and is multiplied by value_scale before
+    it is cached (0.707 = sqrt(d / (H v_dim)) in MiMo-V2-Flash, its report §2), so a token caches
+    G (head_dim + v_dim) numbers. The scale of the scores is head_dim^-0.5. Sinks come by
+    attend=SinkAttention(H), windows by the mask.
+
+    forward takes x [B, T, d] and what MultiHeadAttention takes but memory; returns (out [B, T, d],
+    (k [B, G, S, head_dim], v [B, G, S, v_dim])).
+    """
+
+    def __init__(self, d_model: int, n_q_heads: int, n_kv_heads: int, *, head_dim: int, v_dim: int,
+                 value_scale: float = 1.0, attend: Callable[..., Tensor] = attend):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, n_q_heads=n_q_heads, n_kv_heads=n_kv_heads)
+        require_value(int, head_dim=head_dim, v_dim=v_dim)
+        require_value(float, value_scale=value_scale)
+        require_value(Callable, attend=attend)
+        if n_q_heads % n_kv_heads:
+            raise ValueError(f"n_kv_heads={n_kv_heads} must divide n_q_heads={n_q_heads}")
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even to rotate channel pairs, got {head_dim}")
+        self.d_model, self.head_dim, self.v_dim, self.rope_dim = d_model, head_dim, v_dim, head_dim
+        self.value_scale, self.attend = value_scale, attend
+        self.q_proj = nn.Linear(d_model, n_q_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * v_dim, bias=False)
+        self.o_proj = nn.Linear(n_q_heads * v_dim, d_model, bias=False)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, causal: bool = False,
+                cos: Tensor | None = None, sin: Tensor | None = None,
+                kv_cache: "KVCache | None" = None,
+                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        B, T, _ = require_tensor("x", x, "B", "T", self.d_model, layer=self.q_proj)
+        start = start_position(start_pos, kv_cache)
+        cached = 0 if kv_cache is None else start
+        keep = combined_mask(mask, key_padding_mask, B, T, cached + T)
+        rows = table_rows(cos, sin, start, T)
+        q = apply_rope(split_heads(self.q_proj(x), self.head_dim), *rows)  # (B, H, T, head_dim)
+        k = apply_rope(split_heads(self.k_proj(x), self.head_dim), *rows)  # (B, G, T, head_dim)
+        v = self.value_scale * split_heads(self.v_proj(x), self.v_dim)  # (B, G, T, v_dim)
+        if kv_cache is not None:
+            k, v = kv_cache.append(k, v)
+        try:
+            out = self.attend(q, k, v, keep, causal=causal)  # (B, H, T, v_dim)
+        except BaseException:  # a call that fails here leaves nothing in the cache
+            if kv_cache is not None:
+                kv_cache.truncate(start)
+            raise
+        return self.o_proj(out.transpose(1, 2).flatten(2)), (k, v)
+
+
+# =============================================================================================
+# Experts and routers (Qwen3-Next, DeepSeek-V4, Hy4)
+# =============================================================================================
+
+
+class GatedSharedExpert(nn.Module):
+    """sigmoid(gate(x)) * expert(x), [..., d] -> [..., d]: Qwen3-Next's shared expert.
+
+    For shared= of MixtureFFN: how much the shared expert says is read from the token, one number.
+    """
+
+    def __init__(self, d_model: int, expert: nn.Module):
+        super().__init__()
+        require_value(int, d_model=d_model)
+        require_value(Callable, expert=expert)
+        self.d_model, self.expert = d_model, expert
+        self.gate = nn.Linear(d_model, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_tensor("x", x, ..., self.d_model, layer=self.gate)
+        return torch.sigmoid(self.gate(x)) * self.expert(x)
+
+
+class LimitedGatedFFN(nn.Module):
+    """down(silu(min(gate, limit)) * clamp(up, ±limit)), [..., d] -> [..., d]: DeepSeek-V4, Hy4.
+
+    Versus gpt-oss's ClampedGatedFFN: plain SiLU, nothing is added to up, and no biases. DeepSeek-V4
+    limits its shared expert too, Hy4 the routed ones alone.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, limit: float = 10.0):
+        super().__init__()
+        require_value(int, d_model=d_model, d_ff=d_ff)
+        require_value(float, limit=limit)
+        self.d_model, self.limit = d_model, limit
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_tensor("x", x, ..., self.d_model, layer=self.up)
+        gate = self.gate(x).clamp(max=self.limit)
+        return self.down(F.silu(gate) * self.up(x).clamp(-self.limit, self.limit))
+
+
+class SqrtSoftplusRouter(SigmoidRouter):
+    """SigmoidRouter with scores sqrt(ln(1 + e^logit)), which have no upper end (DeepSeek-V4).
+
+    Chosen by score + selection_bias, weighted by the scores without it, renormalised, times scale.
+    """
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = F.softplus(logits).sqrt()
+        ranked = scores if self.selection_bias is None else scores + self.selection_bias
+        return scores, self.best_experts(ranked, group_best=2)
+
+
+class HashRouter(nn.Module):
+    """Experts by a fixed table of token ids, weights by a learned gate (DeepSeek-V4, layers 0-2).
+
+    forward takes tokens [N, d] and ids [N]; returns weights [N, k], those of SqrtSoftplusRouter,
+    and experts [N, k], row ids of the buffer table [V, k]: no gradient moves the choice. Raises
+    ValueError for ids outside the table.
+    """
+
+    def __init__(self, d_model: int, n_experts: int, top_k: int, vocab_size: int, *,
+                 scale: float = 1.0):  # fmt: skip
+        super().__init__()
+        require_routing(d_model, n_experts, top_k, scale, 1, 1)
+        require_value(int, vocab_size=vocab_size)
+        self.d_model, self.top_k, self.scale = d_model, top_k, scale
+        self.n_groups = self.top_groups = 1
+        self.renormalise = True
+        self.router = nn.Linear(d_model, n_experts, bias=False)
+        tokens, choices = (torch.arange(n, device="cpu") for n in (vocab_size, top_k))
+        table = (tokens[:, None] + choices) % n_experts  # a checkpoint brings its own
+        self.register_buffer("table", table.to(torch.tensor(()).device))  # the default one
+
+    @property
+    def n_experts(self) -> int:
+        return self.router.out_features
+
+    def forward(self, tokens: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        N, _ = require_tensor("tokens", tokens, "N", self.d_model, layer=self.router)
+        require_tensor("ids", ids, N, kind="integer")
+        try:
+            experts = F.embedding(ids.long(), self.table)  # (N, k)
+        except IndexError as error:
+            raise ValueError(f"ids must lie in 0 … {len(self.table) - 1}, got others") from error
+        scores = F.softplus(at_least_float32(self.router(tokens))).sqrt()
+        weights = scores.gather(1, experts)
+        weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return (self.scale * weights).to(tokens.dtype), experts
+
+
+class HashMixtureFFN(MixtureFFN):
+    """MixtureFFN whose router is a HashRouter: forward takes x [B, T, d] and ids [B, T]."""
+
+    takes_ids = True  # HyperConnectedBlock hands them on
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        B, T, d = require_tensor("x", x, "B", "T", self.router.d_model, layer=self.router.router)
+        require_tensor("ids", ids, B, T, kind="integer")
+        tokens = x.reshape(-1, d)  # (N, d)
+        weights, chosen = self.router(tokens, ids.flatten())  # (N, k)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            given = weights[row, place, None] * expert(tokens.index_select(0, row))
+            out = out.index_add(0, row, given.to(x.dtype))
+        out = out.view_as(x)
+        return out if self.shared is None else out + self.shared(x)
+
+
+class TokenRoutedLM(tb.DecoderOnlyLM):
+    """DecoderOnlyLM whose blocks are told the token ids, as HyperConnectedBlock takes them."""
+
+    def _logits(self, ids: Tensor, masks: dict, kv_caches: list, last_only: bool,
+                options: dict) -> Tensor:  # fmt: skip
+        return super()._logits(ids, masks, kv_caches, last_only, options | {"ids": ids})
+
+
+# =============================================================================================
+# Compressed attention (DeepSeek-V4)
+# =============================================================================================
+
+
+class GroupedLinear(nn.Module):
+    """n_groups maps side by side, [..., n_groups * width_in] -> [..., n_groups * width_out]."""
+
+    def __init__(self, n_groups: int, width_in: int, width_out: int):
+        super().__init__()
+        require_value(int, n_groups=n_groups, width_in=width_in, width_out=width_out)
+        self.weight = nn.Parameter(torch.empty(n_groups, width_in, width_out))
+        nn.init.uniform_(self.weight, -(width_in**-0.5), width_in**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_groups, width_in, _ = self.weight.shape
+        require_tensor("x", x, ..., n_groups * width_in)
+        parts = x.unflatten(-1, (n_groups, 1, width_in))  # (..., n_groups, 1, width_in)
+        return (parts @ self.weight).flatten(-3)
+
+
+class EntryPooling(nn.Module):
+    """rate tokens become one entry: a sum weighted by a softmax over them, channel by channel.
+
+    Entry e is norm(sum_j softmax_j(gate_j + slot_bias_j) * kv_j) over the tokens e * rate … of its
+    own, turned at the first of them. With overlap (DeepSeek-V4's CSA, rate 4; without it HCA, rate
+    128) there are two series: the sum runs over the first series of the rate tokens before these
+    and the second series of these. Tokens short of an entry wait in pending.
+
+    forward takes x [B, T, d] at positions start …, pending [B, P, 2 * series * width] or None, and
+    the tables cos and sin [max_len, r]; returns the new entries [B, 1, n, width] and pending.
+    """
+
+    def __init__(self, d_model: int, width: int, rate: int, *, overlap: bool,
+                 norm_eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, width=width, rate=rate)
+        self.d_model, self.width, self.rate, self.overlap = d_model, width, rate, overlap
+        series = 2 if overlap else 1
+        self.kv_proj = nn.Linear(d_model, series * width, bias=False)
+        self.gate_proj = nn.Linear(d_model, series * width, bias=False)
+        self.slot_bias = nn.Parameter(torch.zeros(rate, series * width))
+        self.norm = RMSNorm(width, norm_eps)
+
+    def forward(self, x: Tensor, pending: Tensor | None, start: int, cos: Tensor,
+                sin: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+        require_tensor("x", x, "B", "T", self.d_model, layer=self.kv_proj)
+        both = torch.cat((self.kv_proj(x), self.gate_proj(x)), dim=-1)  # (B, T, 2*series*width)
+        both = both if pending is None else torch.cat((pending, both), dim=1)
+        behind = self.rate if self.overlap and start >= self.rate else 0  # of the entry before
+        n = (start % self.rate + x.shape[1]) // self.rate
+        windows = both[:, : behind + n * self.rate].unflatten(1, (-1, self.rate))
+        kv, gate = windows.chunk(2, dim=-1)  # (B, windows, rate, series*width)
+        gate = gate + self.slot_bias
+        if self.overlap:
+            if not behind:  # nothing stands before the first entry
+                kv, gate = (
+                    F.pad(kv, (0, 0, 0, 0, 1, 0)),
+                    F.pad(gate, (0, 0, 0, 0, 1, 0), value=-math.inf),
+                )
+            (kv_a, kv_b), (gate_a, gate_b) = kv.chunk(2, dim=-1), gate.chunk(2, dim=-1)
+            kv = torch.cat((kv_a[:, :-1], kv_b[:, 1:]), dim=2)  # (B, n, 2*rate, width)
+            gate = torch.cat((gate_a[:, :-1], gate_b[:, 1:]), dim=2)
+        weights = at_least_float32(gate).softmax(dim=2).to(kv)
+        entries = self.norm((weights * kv).sum(dim=2))[:, None]  # (B, 1, n, width)
+        first = self.rate * torch.arange(start // self.rate, start // self.rate + n)
+        entries = apply_rope(entries, cos[first.to(cos.device)], sin[first.to(sin.device)])
+        done = behind + n * self.rate
+        return entries, both[:, done - (self.rate if self.overlap and done else 0) :].clone()
+
+
+class EntryIndex(nn.Module):
+    """What each entry is worth to each query: IndexedSparseAttention's scores over pooled keys.
+
+    I_te = sum_j w_tj ReLU(q_tj k_e), q from the query latent, w from x. forward takes x [B, T, d],
+    latent [B, T, q_rank], keys [B, 1, N, width], and table rows [T, r]; returns [B, T, N]. Its
+    inputs are detached: a loss on the scores moves nothing else.
+    """
+
+    def __init__(self, d_model: int, q_rank: int, *, n_heads: int, width: int, rate: int,
+                 top_k: int, norm_eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_value(int, q_rank=q_rank, n_heads=n_heads, top_k=top_k)
+        self.width, self.top_k = width, top_k
+        self.pooling = EntryPooling(d_model, width, rate, overlap=True, norm_eps=norm_eps)
+        self.q_proj = nn.Linear(q_rank, n_heads * width, bias=False)
+        self.weight_proj = nn.Linear(d_model, n_heads, bias=False)
+
+    def forward(self, x: Tensor, latent: Tensor, keys: Tensor, cos: Tensor,
+                sin: Tensor) -> Tensor:  # fmt: skip
+        q = apply_rope(split_heads(self.q_proj(latent.detach()), self.width), cos, sin)
+        rows = at_least_float32(q.flatten(1, 2))  # (B, H_I*T, width)
+        hits = F.relu(at_least_float32(keys[:, 0]) @ rows.mT).mT  # (B, H_I*T, N)
+        hits = hits.unflatten(1, q.shape[1:3])  # (B, H_I, T, N)
+        weight = at_least_float32(self.weight_proj(x.detach())).mT  # (B, H_I, T)
+        return (weight[..., None] * hits).sum(dim=1) * (q.shape[1] * self.width) ** -0.5
+
+
+class CompressedCache(StateCache):
+    """What a CompressedAttention keeps: its window, entries, and tokens short of an entry.
+
+    keys [B, 1, window - 1 at most, head_dim], entries and index_entries [B, 1, n, width]; pending
+    and index_pending [B, P, …] wait for their entry. See StateCache for truncate.
+    """
+
+    parts = "keys", "pending", "entries", "index_pending", "index_entries"
+
+
+class CompressedAttention(nn.Module):
+    """DeepSeek-V4's attention: one vector a token is key and value of all heads (report §2.3).
+
+    Versus MultiHeadLatentAttention: nothing is expanded; k = v = norm(kv_proj(x)), head_dim wide,
+    its first channels turned, so that the heads' outputs carry a rotation, which is turned back by
+    the query's angle. A query sees the last window tokens (itself included) and, with pooling, the
+    entries of tokens before it, all of them (HCA) or the top_k of index (CSA), under one softmax
+    with a sink a head. q comes from a latent and is normed by head without a weight. The output
+    goes through n_groups small maps to group_rank each, then to d.
+
+    forward takes x [B, T, d], causal, without mask and padding (ValueError); kv_cache is a
+    CompressedCache. Returns (out [B, T, d], (what was attended over, the same)).
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, head_dim: int, rope_dim: int, q_rank: int,
+                 window: int, n_groups: int, group_rank: int, pooling: EntryPooling | None = None,
+                 index: EntryIndex | None = None, norm_eps: float = 1e-6):  # fmt: skip
+        super().__init__()
+        require_value(int, d_model=d_model, n_heads=n_heads, head_dim=head_dim, q_rank=q_rank)
+        require_value(int, rope_dim=rope_dim, window=window, n_groups=n_groups)
+        if n_heads % n_groups:
+            raise ValueError(f"n_groups={n_groups} must divide n_heads={n_heads}")
+        self.d_model, self.head_dim, self.rope_dim = d_model, head_dim, rope_dim
+        self.window, self.norm_eps, self.pooling, self.index = window, norm_eps, pooling, index
+        self.q_down = nn.Linear(d_model, q_rank, bias=False)
+        self.q_norm = RMSNorm(q_rank, norm_eps)
+        self.q_up = nn.Linear(q_rank, n_heads * head_dim, bias=False)
+        self.kv_proj = nn.Linear(d_model, head_dim, bias=False)
+        self.kv_norm = RMSNorm(head_dim, norm_eps)
+        self.attend = SinkAttention(n_heads)
+        self.o_groups = GroupedLinear(n_groups, n_heads // n_groups * head_dim, group_rank)
+        self.o_proj = nn.Linear(n_groups * group_rank, d_model, bias=False)
+        self.new_cache = CompressedCache  # what DecoderOnlyLM gives such a layer
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, causal: bool = True,
+                cos: Tensor | None = None, sin: Tensor | None = None,
+                kv_cache: "CompressedCache | None" = None,
+                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        rows = require_compressed(self, x, mask, key_padding_mask, causal, cos, sin, kv_cache,
+                                  start_pos)  # fmt: skip
+        cache = CompressedCache() if kv_cache is None else kv_cache
+        start, T = cache.next_pos, x.shape[1]
+        latent = self.q_norm(self.q_down(x))
+        q = split_heads(self.q_up(latent), self.head_dim)  # (B, H, T, head_dim)
+        q = apply_rope(F.rms_norm(q, q.shape[-1:], eps=self.norm_eps), *rows)
+        k = apply_rope(self.kv_norm(self.kv_proj(x))[:, None], *rows)  # (B, 1, T, head_dim)
+        k = k if cache.keys is None else torch.cat((cache.keys, k), dim=2)
+        positions = torch.arange(start + T - k.shape[2], start + T, device=x.device)
+        keep = tb.build_causal_mask(positions[k.shape[2] - T :], positions, self.window)  # (T, S)
+        parts = {"keys": k[:, :, max(k.shape[2] - self.window + 1, 0) :].clone()}
+        if self.pooling is not None:
+            entries, seen, more = self.pooled(x, latent, cache, cos, sin, rows)
+            k, parts = torch.cat((k, entries), dim=2), parts | more
+            keep = torch.cat((keep.expand(len(x), -1, -1), seen), dim=2)[:, None]  # (B, 1, T, S+N)
+        out = self.attend(q, k, k, keep)  # (B, H, T, head_dim)
+        out = apply_rope(out, rows[0], -rows[1])
+        out = self.o_proj(self.o_groups(out.transpose(1, 2).flatten(2)))
+        cache.update(T, **parts)
+        return out, (k, k)
+
+    def pooled(self, x: Tensor, latent: Tensor, cache: CompressedCache, cos: Tensor, sin: Tensor,
+               rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict]:  # fmt: skip
+        """All entries [B, 1, N, head_dim], which of them each token sees [B, T, N], new parts."""
+        start, rate = cache.next_pos, self.pooling.rate
+        entries, pending = self.pooling(x, cache.pending, start, cos, sin)
+        if cache.entries is not None:
+            entries = torch.cat((cache.entries, entries), dim=2)
+        after = torch.arange(start + 1, start + 1 + x.shape[1], device=x.device)  # tokens so far
+        seen = torch.arange(entries.shape[2], device=x.device) < after[:, None] // rate  # (T, N)
+        seen, parts = seen.expand(len(x), -1, -1), {"entries": entries, "pending": pending}
+        if self.index is not None:
+            keys, wait = self.index.pooling(x.detach(), cache.index_pending, start, cos, sin)
+            if cache.index_entries is not None:
+                keys = torch.cat((cache.index_entries, keys), dim=2)
+            parts |= {"index_entries": keys, "index_pending": wait}
+            scores = self.index(x, latent, keys, *rows).masked_fill(~seen, -math.inf)
+            best = scores.topk(min(self.index.top_k, keys.shape[2]), dim=-1).indices
+            seen = seen & torch.zeros_like(seen).scatter(-1, best, True)
+        return entries, seen, parts
+
+
+# =============================================================================================
+# Streams without mixing, and an index that layers share (Hy4)
+# =============================================================================================
+
+
+class IndependentConnection(HyperConnection):
+    """HyperConnection whose streams are never mixed: X'_k = X_k + post_k f(h) (Hy4's iHC).
+
+    Versus HyperConnection: mix is the identity, so two vectors are read from the streams, not two
+    and a matrix; post = magnitude * sigmoid(…) + eps. h, streams and f as there.
+    """
+
+    def __init__(self, d_model: int, n_streams: int = 4, *, magnitude: float = 2.0,
+                 eps: float = 1e-6, norm_eps: float = 1e-6):  # fmt: skip
+        super().__init__(d_model, n_streams, n_rounds=1, eps=eps, norm_eps=norm_eps)
+        require_value(float, magnitude=magnitude)
+        self.magnitude, self.widths = magnitude, (n_streams, n_streams)
+        self.proj = nn.Linear(n_streams * d_model, 2 * n_streams, bias=False)
+        self.scale = nn.Parameter(torch.full((2,), 0.01))
+        pre, post = torch.full((n_streams,), -math.log(n_streams - 1)), torch.zeros(n_streams)
+        self.bias = nn.Parameter(torch.cat((pre, post)))
+
+    def weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """pre [B, T, n], post [B, T, n] and the identity [n, n], in at least float32."""
+        wide = at_least_float32(streams.flatten(2))
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)  # (B, T, n*d)
+        pre, post = self.proj(normed.to(streams.dtype)).to(wide).split(self.widths, dim=-1)
+        pre_bias, post_bias = self.bias.split(self.widths)
+        pre = torch.sigmoid(self.scale[0] * pre + pre_bias) + self.eps
+        post = self.magnitude * torch.sigmoid(self.scale[1] * post + post_bias) + self.eps
+        return pre, post, torch.eye(self.n_streams).to(wide)
+
+
+class SinkLatentAttention(MultiHeadLatentAttention):
+    """MultiHeadLatentAttention with a sink a head in its softmax (Hy4): arguments as there."""
+
+    def __init__(self, d_model: int, n_heads: int, **sizes: int | None):
+        super().__init__(d_model, n_heads, **sizes)
+        self.attend = SinkAttention(n_heads)
+
+    def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
+                 causal: bool) -> Tensor:  # fmt: skip
+        """As there."""
+        latent, k_rope = k.split((self.kv_rank, self.rope_dim), dim=-1)
+        up = split_heads(self.kv_up(latent[:, 0]), self.nope_dim + self.v_dim)
+        k_nope, v = up.split((self.nope_dim, self.v_dim), dim=-1)  # (B, H, S, nope or v_dim)
+        k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
+        q = torch.cat((q_nope, q_rope), dim=-1)  # (B, H, T, nope_dim+rope_dim)
+        return self.attend(q, k, v, keep, causal=causal, scale=1.0)
+
+    def absorbed(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
+                 causal: bool) -> Tensor:  # fmt: skip
+        """As there: scores are the same numbers, so the sinks are."""
+        up = self.kv_up.weight.unflatten(0, (-1, self.nope_dim + self.v_dim))
+        k_up, v_up = up.split((self.nope_dim, self.v_dim), dim=1)  # (H, nope or v_dim, kv_rank)
+        q = torch.cat((q_nope @ k_up, q_rope), dim=-1)  # (B, H, T, kv_rank+rope_dim)
+        out = self.attend(q, k, k[..., : self.kv_rank], keep, causal=causal, scale=1.0)
+        return out @ v_up.mT  # (B, H, T, v_dim)
+
+
+class GatedLatentAttention(SinkLatentAttention):
+    """SinkLatentAttention with OutputGatedAttention's gate before the output projection (Hy4).
+
+    out_proj(heads * sigmoid(gate_proj(x))); forward is MultiHeadLatentAttention's.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, **sizes: int | None):
+        super().__init__(d_model, n_heads, **sizes)
+        self.out_proj, self.o_proj = self.o_proj, nn.Identity()  # heads come out, joined
+        self.gate_proj = nn.Linear(d_model, n_heads * self.v_dim, bias=False)
+
+    def forward(self, x: Tensor, **options: object) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        heads, stored = super().forward(x, **options)  # (B, T, H*v_dim)
+        return self.out_proj(heads * torch.sigmoid(self.gate_proj(x))), stored
+
+
+class SharedIndexAttention(nn.Module):
+    """Reads what the last IndexedSparseAttention below it has chosen; has no indexer, no index key.
+
+    Cross-layer sharing of Hy4 (57 of its 78 layers) and GLM-5.2. forward takes choice, a list whose
+    last entry is that layer's [B, T, top_k] or None for all (ValueError without one), and what attn
+    takes; kv_cache is attn's. Returns what attn does.
+    """
+
+    def __init__(self, attn: nn.Module):
+        super().__init__()
+        if getattr(attn, "q_rank", None) is None:
+            raise TypeError(f"attn must be latent attention with q_rank, got {type(attn).__name__}")
+        self.attn = attn
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None,
+                key_padding_mask: Tensor | None = None, causal: bool = False,
+                cos: Tensor | None = None, sin: Tensor | None = None,
+                kv_cache: "KVCache | None" = None, start_pos: int | None = None,
+                choice: list | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        if not choice:
+            raise ValueError(f"choice must hold what a layer below has chosen, got {choice}")
+        keep, _ = require_indexed(self, x, mask, key_padding_mask, causal, cos, sin, kv_cache,
+                                  start_pos)  # fmt: skip
+        S = x.shape[1] + (0 if kv_cache is None else kv_cache.next_pos)
+        options = {"cos": cos, "sin": sin, "start_pos": start_pos}
+        return attend_chosen(self.attn, x, choice[-1], keep, kv_cache, S, options)
+
+
+class GroupCache:
+    """The caches of the layers of an IndexGroup, which are equally long."""
+
+    def __init__(self, caches: Iterable[object]):
+        self.caches = list(caches)
+
+    @property
+    def next_pos(self) -> int:
+        return self.caches[0].next_pos
+
+    def truncate(self, length: int) -> None:
+        """As KVCache.truncate, for all; a layer that a failed forward did not reach is shorter."""
+        for cache in self.caches:
+            cache.truncate(length)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for cache in self.caches:
+            cache.reset()
+
+
+class IndexGroup(nn.Module):
+    """A block of several layers, whose first one chooses the keys for all of them (Hy4).
+
+    forward is that of its layers, which run one after the other; what the first one chose is handed
+    on by the call itself, so that calls in several threads do not meet.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        require_value(int, layers=len(self.layers))
+        for number, layer in enumerate(self.layers):
+            wanted = SharedIndexAttention if number else IndexedSparseAttention
+            if not isinstance(layer.attn, wanted):
+                came = type(layer.attn).__name__
+                raise TypeError(f"layers[{number}].attn must be {wanted.__name__}, got {came}")
+
+    def new_cache(self) -> GroupCache:
+        """An empty cache for each layer."""
+        return GroupCache(getattr(layer.attn, "new_cache", KVCache)() for layer in self.layers)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
+                kv_cache: "GroupCache | None" = None, **options: object) -> Tensor:  # fmt: skip
+        choice, caches = [], [None] * len(self.layers)
+        if kv_cache is not None:
+            if len(getattr(kv_cache, "caches", ())) != len(self.layers):
+                raise TypeError(f"kv_cache must be a GroupCache of {len(self.layers)}")
+            caches = kv_cache.caches
+        for layer, cache in zip(self.layers, caches):
+            x = layer(x, cos, sin, mask, kv_cache=cache, choice=choice, **options)
+        return x
+
+
+# =============================================================================================
+# Argument checks
+# =============================================================================================
+
+
+def require_compressed(
+    layer: "CompressedAttention",
+    x: Tensor,
+    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    causal: bool,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    kv_cache: "CompressedCache | None",
+    start_pos: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Refuse what entries cannot tell apart, and another cache; returns the table rows of x."""
+    B, T, _ = require_tensor("x", x, "B", "T", layer.d_model, layer=layer.q_down)
+    if mask is not None or not causal:
+        came = f"causal={causal}" if mask is None else f"mask {getattr(mask, 'shape', mask)}"
+        raise ValueError(f"mask must be None and causal True where tokens are pooled, got {came}")
+    if kv_cache is not None and not isinstance(kv_cache, CompressedCache):
+        raise TypeError(f"kv_cache must be a CompressedCache, got {type(kv_cache).__name__}")
+    start = start_position(start_pos, kv_cache)
+    if kv_cache is None and start:
+        raise ValueError(f"start_pos must be 0 without kv_cache, got {start}")
+    combined_mask(None, key_padding_mask, B, T, start + T)
+    if key_padding_mask is not None and not key_padding_mask.all():
+        raise ValueError("key_padding_mask must hide nothing where tokens are pooled by position")
+    rows = table_rows(cos, sin, start, T)
+    require_tensor("cos", rows[0], T, layer.rope_dim)
+    if kv_cache is not None:
+        require_forward_pass()
+        if start:
+            shape = B, 1, min(start, layer.window - 1), layer.head_dim
+            kv_cache.require_part("keys", shape, x.dtype, x.device)
+    return rows
