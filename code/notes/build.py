@@ -96,7 +96,10 @@ def cells_of(row: str) -> list[str]:
 
 
 def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
-    """The tables of models in the notes by their title: {title: {model: {column: cell}}}."""
+    """The tables of models in the notes by their title: {title: {model: {column: cell}}}.
+
+    The front one has twelve models, those of 2025 and 2026 have their own, the others have all.
+    """
     tables = {}
     for _, title, table in RECIPES.findall(text):
         (_, *columns), _, *rows = map(cells_of, table.strip().split("\n"))
@@ -107,11 +110,12 @@ def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def recipe_cells(text: str) -> dict[str, dict[str, str]]:
-    """{model: {column: cell}} over all of them but the one in front."""
+    """{model: {column: cell}} over the tables that have all models."""
     models: dict[str, dict[str, str]] = {}
     for title, table in recipe_tables(text).items():
-        for model, cells in table.items() if title != "front" else ():
-            models.setdefault(model, {}).update(cells)
+        if title != "front" and not title.endswith("2025 and 2026"):
+            for model, cells in table.items():
+                models.setdefault(model, {}).update(cells)
     return models
 
 

@@ -994,10 +994,10 @@ def derived(name):
 
 
 def test_models_in_one_order():
-    tables = build.recipe_tables(NOTES)
-    assert len(tables.pop("front")) == 12 and len(tables) == 5
-    for title, rows in tables.items():
-        assert list(rows) == NAMES, f"table {title}"
+    assert list(build.recipe_cells(NOTES)) == NAMES
+    for title, rows in build.recipe_tables(NOTES).items():
+        if title != "front" and not title.endswith("2025 and 2026"):
+            assert list(rows) == NAMES, f"table {title}"
 
 
 @pytest.mark.parametrize("name", NAMES)
