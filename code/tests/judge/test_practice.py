@@ -1,7 +1,4 @@
-"""The judge is judged: planted faults, and right and wrong answers in other styles.
-
-python3 code/tests/judge/test_practice.py --write    measures the two tables of the notes anew
-"""
+"""The judge is judged: planted faults, and right and wrong answers in other styles."""
 
 import ast
 import functools
@@ -103,16 +100,6 @@ TABLES = {"faults": fault_table, "styles": style_table}
 def table_in(notes: str, name: str) -> list[str]:
     """What stands between the marks of a table."""
     return re.findall(rf"<!-- judge: {name} -->\n(.*?)\n*<!-- /judge -->", notes, re.S)
-
-
-def write_tables() -> None:
-    """Measure both tables and put them into the notes."""
-    notes = NOTES.read_text(encoding="utf-8")
-    for name, measured in TABLES.items():
-        pattern = rf"(<!-- judge: {name} -->\n).*?(<!-- /judge -->)"
-        table = f"\n{measured()}\n\n"
-        notes = re.sub(pattern, lambda m, t=table: m[1] + t + m[2], notes, flags=re.S)
-    NOTES.write_text(notes, encoding="utf-8")
 
 
 # =============================================================================================
@@ -324,7 +311,7 @@ UNSEEN_IN_CLASSES = (
 def test_table_in_the_notes_is_what_the_tests_above_measure(name, table):
     tables = table_in(NOTES.read_text(encoding="utf-8"), name)
     assert len(tables) == 1, f"the notes lack <!-- judge: {name} -->"
-    assert tables[0].strip() == table, "python3 code/tests/judge/test_practice.py --write"
+    assert tables[0].strip() == table, "python code/notes/build.py judge"
 
 
 def test_the_verdict_in_the_readme_is_a_real_one():
@@ -333,10 +320,3 @@ def test_the_verdict_in_the_readme_is_a_real_one():
     tiled = next(fault for fault in mistakes_of("attention") if "(tiled)" in fault.says)
     (verdict,) = judge(planted("ModernBlock", tiled), ["ModernBlock"])
     assert shown == verdict.text()
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        write_tables()
-    else:
-        sys.exit("usage: python3 code/tests/judge/test_practice.py --write")
