@@ -18,16 +18,18 @@ links       Between the two marks `links` stand the targets of [§N], [Dnn], [Qn
 """
 
 import argparse
-import ast
 import itertools
 import re
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "code"))
+
+import transformer_block as tb  # noqa: E402, the path comes first
+
+from judge.notes import section_of  # noqa: E402
 
 NOTES = ROOT / "transformer_block_tutorial.md"
 README = ROOT / "README.md"
@@ -65,20 +67,6 @@ def slugs(text: str) -> dict[str, str]:
             slug = f"{base}-{count}"
         result[slug] = heading
     return result
-
-
-def section_of(text: str, number: str) -> str:
-    """The section "5.2" with its heading, to the next of its level or above, or ""."""
-    lines, found, level = text.split("\n"), [], 0
-    for line, plain in zip(lines, prose(text).split("\n")):  # a # in a code block is no heading
-        heading = re.match(r"(#+) §?(\S*)", plain)
-        if heading and level and len(heading[1]) <= level:
-            break
-        if heading and heading[2] == number:
-            level = len(heading[1])
-        if level:
-            found.append(line)
-    return "\n".join(found)
 
 
 def phrases_of(text: str, number: str) -> str:
@@ -124,44 +112,20 @@ def recipe_cells(text: str) -> dict[str, dict[str, str]]:
 # =============================================================================================
 
 
-class Quoted:
-    """The definitions of one file of code/."""
-
-    def __init__(self, name: str):
-        path = ROOT / "code" / name
-        self.source = path.read_text(encoding="utf-8")
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        body = ast.parse(self.source).body
-        self.nodes = {node.name: node for node in body if isinstance(node, kinds)}
-
-    def definition(self, name: str) -> str:
-        """The source of a definition or method, without indentation."""
-        node = self.nodes[name.partition(".")[0]]
-        if "." in name:
-            method = name.partition(".")[2]
-            node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        lines = self.source.split("\n")[first - 1 : node.end_lineno]  # with a comment at the end
-        return textwrap.dedent("\n".join(lines))
-
-    def with_all(self, name: str) -> str:
-        """A definition behind all that it needs from its file, in the order of the file."""
-        seen, todo = {name}, [name]
-        while todo:
-            node = self.nodes[todo.pop()]
-            used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-            todo += [other for other in self.nodes if other in used - seen]
-            seen.update(todo)
-        return "\n\n".join(self.definition(other) for other in self.nodes if other in seen)
-
-
-SCRIPT, WHITEBOARD = Quoted("transformer_block.py"), Quoted("whiteboard/blocks.py")
+SCRIPT, WHITEBOARD = (
+    (ROOT / "code" / name).read_text(encoding="utf-8")
+    for name in ("transformer_block.py", "whiteboard/blocks.py")
+)
+DEFINITIONS = {text: tb.main_definitions(text)[0] for text in (SCRIPT, WHITEBOARD)}
 
 
 def quote(name: str) -> str:
     """What stands under `<!-- snippet: name -->`."""
     file, _, rest = name.partition(".")
-    return WHITEBOARD.with_all(rest) if file == "whiteboard" else SCRIPT.definition(name)
+    if file != "whiteboard":
+        return DEFINITIONS[SCRIPT][name][0].rstrip("\n")
+    source = tb.main_source([rest], WHITEBOARD).partition("\n\n\n")[2]  # without the imports
+    return re.sub(r"\n{3,}", "\n\n", source).rstrip("\n")
 
 
 def benchmark_row(row: str) -> list[str]:
@@ -202,7 +166,7 @@ def link_targets(text: str) -> str:
 
 def recipe_table(title: str) -> str:
     """One of the tables of models; front is the one with twelve of them."""
-    import recipes  # noqa: PLC0415, it brings torch, which the other kinds do without
+    import recipes  # noqa: PLC0415, the other kinds do without
 
     if title == "front":
         return recipes.markdown_table(recipes.FRONT, recipes.FRONT_MODELS) + "\n"
@@ -214,7 +178,7 @@ def recipe_table(title: str) -> str:
 
 def fault_table(name: str) -> str:
     """What the demos say of all planted faults, or of the classics."""
-    from notes import planted_faults  # noqa: PLC0415, it brings torch
+    from notes import planted_faults  # noqa: PLC0415, the other kinds do without
 
     return {"faults": planted_faults.table, "classics": planted_faults.classics}[name]()
 
@@ -222,7 +186,7 @@ def fault_table(name: str) -> str:
 def judge_table(name: str) -> str:
     """What the judge says of planted faults, or of right answers in other styles."""
     sys.path.insert(0, str(ROOT / "code" / "tests" / "judge"))
-    import test_practice  # noqa: PLC0415, it measures, and brings torch
+    import test_practice  # noqa: PLC0415, the other kinds do without
 
     return test_practice.TABLES[name]()
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from judge.notes import section_of
 from notes import build
 
 NOTES = build.NOTES.read_text(encoding="utf-8")
@@ -1052,7 +1053,7 @@ def test_a_wrong_cell_is_seen():
 
 
 def test_classes_named_after_2025():
-    part = build.section_of(NOTES, "7.6")
+    part = section_of(NOTES, "7.6")
     named = {
         name for name in re.findall(r"`([a-z0-9_]+)`", part) if hasattr(transformers.models, name)
     }
