@@ -259,3 +259,20 @@ def test_judge_sums_in_the_sentence():
         f"A test plants {planted} faults in the answers: all are refused, and {named} named" in TEXT
     )
     assert f"Of {given} right answers in other styles {accepted} are accepted" in TEXT
+
+
+def test_oldest_versions_are_said_once():
+    """Who installs, who checks and who reads are told of the same ones."""
+    code, versions = build.ROOT / "code", README[README.index("## Versions") :]
+    (torch_version,) = re.findall(
+        r"^torch==([\d.]+)$", (code / "tests" / "oldest.txt").read_text("utf-8"), re.M
+    )
+    python, named = re.search(r"on\nPython ([\d.]+) with torch ([\d.]+) ", versions).groups()
+    assert named == torch_version
+    floor = (build.ROOT / "requirements.txt").read_text("utf-8")
+    assert floor.startswith(f"torch>={torch_version.removesuffix('.0')} ")
+    target = python.replace(".", "")
+    assert f'target-version = "py{target}"' in (code / "ruff.toml").read_text("utf-8")
+    assert f"Python {python} or newer" in README
+    run = (build.ROOT / ".ci" / "run").read_text("utf-8")
+    assert f"python{python} " in run and "-r code/tests/oldest.txt" in run
