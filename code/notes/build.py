@@ -16,16 +16,18 @@ links       Between the two marks `links` stand the targets of [§N], [Dnn], [Qn
 """
 
 import argparse
-import ast
 import itertools
 import re
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "code"))
+
+import transformer_block as tb  # noqa: E402, the path comes first
+
+from judge.notes import section_of  # noqa: E402
 
 NOTES = ROOT / "transformer_block_tutorial.md"
 README = ROOT / "README.md"
@@ -64,20 +66,6 @@ def slugs(text: str) -> dict[str, str]:
     return result
 
 
-def section_of(text: str, number: str) -> str:
-    """The section "5.2" with its heading, to the next of its level or above, or ""."""
-    lines, found, level = text.split("\n"), [], 0
-    for line, plain in zip(lines, prose(text).split("\n")):  # a # in a code block is no heading
-        heading = re.match(r"(#+) §?(\S*)", plain)
-        if heading and level and len(heading[1]) <= level:
-            break
-        if heading and heading[2] == number:
-            level = len(heading[1])
-        if level:
-            found.append(line)
-    return "\n".join(found)
-
-
 def phrases_of(text: str, number: str) -> str:
     """section_of in one line, to look phrases up in: white space and line breaks do not matter."""
     section = section_of(text, number)
@@ -93,7 +81,10 @@ def cells_of(row: str) -> list[str]:
 
 
 def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
-    """The tables of models in the notes by their title: {title: {model: {column: cell}}}."""
+    """The tables of models in the notes by their title: {title: {model: {column: cell}}}.
+
+    The front one has twelve models, those of 2025 and 2026 have their own, the others have all.
+    """
     tables = {}
     for _, title, table in RECIPES.findall(text):
         (_, *columns), _, *rows = map(cells_of, table.strip().split("\n"))
@@ -104,7 +95,7 @@ def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def recipe_cells(text: str) -> dict[str, dict[str, str]]:
-    """{model: {column: cell}} over the tables to 2025, without the one in front."""
+    """{model: {column: cell}} over the tables that have all models."""
     models: dict[str, dict[str, str]] = {}
     for title, table in recipe_tables(text).items():
         if title != "front" and not title.endswith("2025 and 2026"):
@@ -118,48 +109,23 @@ def recipe_cells(text: str) -> dict[str, dict[str, str]]:
 # =============================================================================================
 
 
-class Quoted:
-    """The definitions of one file of code/."""
-
-    def __init__(self, name: str):
-        path = ROOT / "code" / name
-        self.source = path.read_text(encoding="utf-8")
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        body = ast.parse(self.source).body
-        self.nodes = {node.name: node for node in body if isinstance(node, kinds)}
-
-    def definition(self, name: str) -> str:
-        """The source of a definition or method, without indentation."""
-        node = self.nodes[name.partition(".")[0]]
-        if "." in name:
-            method = name.partition(".")[2]
-            node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        lines = self.source.split("\n")[first - 1 : node.end_lineno]  # with a comment at the end
-        return textwrap.dedent("\n".join(lines))
-
-    def with_all(self, name: str) -> str:
-        """A definition behind all that it needs from its file, in the order of the file."""
-        seen, todo = {name}, [name]
-        while todo:
-            node = self.nodes[todo.pop()]
-            used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-            todo += [other for other in self.nodes if other in used - seen]
-            seen.update(todo)
-        return "\n\n".join(self.definition(other) for other in self.nodes if other in seen)
-
-
-SCRIPT = Quoted("transformer_block.py")
 SUBJECTS = ("blocks", "gradients", "training", "tokens", "after")
-WHITEBOARD = [Quoted(f"whiteboard/{subject}.py") for subject in SUBJECTS]
+SCRIPT = (ROOT / "code" / "transformer_block.py").read_text(encoding="utf-8")
+ANSWERS = [
+    (ROOT / "code" / "whiteboard" / f"{subject}.py").read_text(encoding="utf-8")
+    for subject in SUBJECTS
+]
+DEFINITIONS = {text: tb.main_definitions(text)[0] for text in (SCRIPT, *ANSWERS)}
 
 
 def quote(name: str) -> str:
     """What stands under `<!-- snippet: name -->`."""
     file, _, answer = name.partition(".")
     if file != "whiteboard":
-        return SCRIPT.definition(name)
-    return next(quoted for quoted in WHITEBOARD if answer in quoted.nodes).with_all(answer)
+        return DEFINITIONS[SCRIPT][name][0].rstrip("\n")
+    text = next(text for text in ANSWERS if answer in DEFINITIONS[text])
+    source = tb.main_source([answer], text).partition("\n\n\n")[2]  # without the imports
+    return re.sub(r"\n{3,}", "\n\n", source).rstrip("\n")
 
 
 def benchmark_row(row: str) -> list[str]:
@@ -200,7 +166,7 @@ def link_targets(text: str) -> str:
 
 def recipe_table(title: str) -> str:
     """One of the tables of models; front is the one with twelve of them."""
-    import recipes  # noqa: PLC0415, it brings torch, which the other kinds do without
+    import recipes  # noqa: PLC0415, the other kinds do without
 
     if title == "front":
         return recipes.markdown_table(recipes.FRONT, recipes.FRONT_MODELS) + "\n"

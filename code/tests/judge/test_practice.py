@@ -1,7 +1,4 @@
-"""The judge is judged: planted faults, and right and wrong answers in other styles.
-
-python3 code/tests/judge/test_practice.py --write    measures the two tables of the notes anew
-"""
+"""The judge is judged: planted faults, and right and wrong answers in other styles."""
 
 import ast
 import functools

@@ -95,7 +95,7 @@ def test_readme_output_and_names():
     assert without_figures(output).splitlines() == [documented[0], "…", *documented[-3:]]
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*$", README, re.M)))
     parts = {"attn", "ffn", "x", "memory", "truncate", "reset", "generate"}
-    assert {name for name in names if name not in parts} <= set(build.SCRIPT.nodes)
+    assert {name for name in names if name not in parts} <= set(build.DEFINITIONS[build.SCRIPT])
     assert len(set(names)) > 20
 
 
@@ -233,8 +233,8 @@ def test_week_has_everything():
     week = TEXT[TEXT.index("| Day | Read |") : TEXT.index("```sh", TEXT.index("| Day | Read |"))]
     helpers = {"SwiGLU", "MultiHeadAttention", "merged", "try"}
     exercises = set(re.findall(r"`(\w+)`", week))
-    answers = {name for quoted in build.WHITEBOARD for name in quoted.nodes}
-    assert exercises - helpers == answers - helpers
+    answers = {name for text in build.ANSWERS for name in build.DEFINITIONS[text]}
+    assert exercises - helpers == {name for name in answers if "." not in name} - helpers
     asked = set()
     for first, _, last in re.findall(r"\[Q(\d+)\]( to \[Q(\d+)\])?", week):
         asked |= set(range(int(first), int(last or first) + 1))
@@ -244,3 +244,20 @@ def test_week_has_everything():
     days = [line.split("|")[2] for line in week.split("\n")[2:] if line.startswith("|")]
     sections = {f"§{n}" for n in range(15)} - {"§9"}
     assert len(days) == 10 and sections <= set(re.findall(r"§\d+", " ".join(days)))
+
+
+def test_oldest_versions_are_said_once():
+    """Who installs, who checks and who reads are told of the same ones."""
+    code, versions = build.ROOT / "code", README[README.index("## Versions") :]
+    (torch_version,) = re.findall(
+        r"^torch==([\d.]+)$", (code / "tests" / "oldest.txt").read_text("utf-8"), re.M
+    )
+    python, named = re.search(r"on\nPython ([\d.]+) with torch ([\d.]+) ", versions).groups()
+    assert named == torch_version
+    floor = (build.ROOT / "requirements.txt").read_text("utf-8")
+    assert floor.startswith(f"torch>={torch_version.removesuffix('.0')} ")
+    target = python.replace(".", "")
+    assert f'target-version = "py{target}"' in (code / "ruff.toml").read_text("utf-8")
+    assert f"Python {python} or newer" in README
+    run = (build.ROOT / ".ci" / "run").read_text("utf-8")
+    assert f"python{python} " in run and "-r code/tests/oldest.txt" in run

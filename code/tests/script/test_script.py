@@ -43,7 +43,7 @@ BLOCKS = [name for name in PUBLIC if "Layer" in name or "Block" in name]
 
 def run(*arguments: str, python: tuple[str, ...] = (), **options) -> subprocess.CompletedProcess:
     command = [sys.executable, *python, str(SCRIPT), *arguments]
-    options = {"capture_output": True, "encoding": "utf-8", "timeout": 120, **options}
+    options = {"capture_output": True, "encoding": "utf-8", **options}
     options["env"] = {**os.environ, "PYTHONIOENCODING": "utf-8", **options.get("env", {})}
     return subprocess.run(command, check=False, **options)
 
