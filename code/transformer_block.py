@@ -1112,15 +1112,15 @@ class DecoderOnlyLM(nn.Module):
         except BaseException:
             torch.set_rng_state(state)  # make_block may have drawn before it failed
             raise
-        if rope_dim is None:
-            rope_dim = max(widths or {2, d_model // n_q_heads // 2 * 2})
-        self.max_len, self.windows = max_len, list(windows)
+        self.max_len, self.rope_dim, self.windows = max_len, rope_dim, list(windows)
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
         table = TiedEmbedding if tie_embeddings else nn.Embedding
         self.embedding = table(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.final_norm = RMSNorm(d_model, eps)
         self.lm_head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
+        if rope_dim is None:
+            rope_dim = max(widths or {2, d_model // n_q_heads // 2 * 2})
         with torch.inference_mode(False):  # autograd refuses tensors made there
             self._rope_tables = build_rope_cache(max_len, rope_dim, rope_base, device="cpu")
 
@@ -1143,6 +1143,8 @@ class DecoderOnlyLM(nn.Module):
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_windows(self.windows, len(self.blocks))
+        if self.rope_dim is None:  # else a table for a part of the channels was asked for
+            require_turned(self.blocks, self._rope_tables[0].shape[1])
         start = require_caches(kv_caches, len(self.blocks))
         end = start + T
         if end > self.max_len:
@@ -1859,6 +1861,14 @@ def require_rope_dim(rope_dim: int | None, widths: set[int]) -> None:
         raise ValueError(f"rope_dim must be at most the {min(widths)} turned, got {rope_dim}")
 
 
+def require_turned(blocks: Iterable[nn.Module], width: int) -> None:
+    """Refuse a block, put in later, that would turn only a part of its channels."""
+    for block in blocks:
+        turned = getattr(getattr(block, "attn", None), "rope_dim", 0)
+        if turned > width:
+            raise ValueError(f"rope_dim is {width} by the first blocks, and one turns {turned}")
+
+
 def require_caches(kv_caches: object, n_layers: int) -> int:
     """Refuse what is not one cache for each block, all equally long; returns that length."""
     if kv_caches is None:
@@ -2423,6 +2433,32 @@ def prove_D01_model_parts(device: str) -> dict[str, bool]:
     }
 
 
+def prove_D01_tied(device: str) -> dict[str, bool]:
+    """A tied head is the embedding's own call; any table or head may be put in its place."""
+    device, taken = check_exact_device(device), []
+    ids = torch.tensor([[1, 5, 0, 10]], device=device)
+    lm = check_randomized(DecoderOnlyLM(11, 16, 1, 4, 2, 12, max_len=6), device)
+    logits, rows = lm(ids), lm.embedding.weight.detach()
+    lm.embedding.register_forward_hook(lambda _table, args, _out: taken.append(args[0].dtype))
+    lm(ids)
+    claims = {"both uses are calls": taken == [torch.int64, torch.float64]}
+    for name, table in {
+        "a plain embedding": nn.Embedding.from_pretrained(rows),
+        "a wrapped table": nn.Sequential(lm.embedding),
+        "more rows": nn.Embedding.from_pretrained(torch.cat((rows, rows[:2] * 0.5))),
+    }.items():
+        lm.embedding = table
+        claims[f"{name}: the same logits"] = check_close(lm(ids)[..., :11], logits)
+    claims["an eos_id of the new rows"] = lm.generate(ids, 1, eos_id=12).shape == (1, 5)
+    claims |= check_refused((ValueError, lambda: lm.generate(ids, 1, eos_id=13), "eos_id", 13))
+    lm.lm_head = nn.Linear(16, 20).to(device, torch.float64)
+    claims["an eos_id of a new head"] = lm.generate(ids, 1, eos_id=19).shape == (1, 5)
+    claims |= check_refused((ValueError, lambda: lm.generate(ids, 1, eos_id=20), "eos_id", 20))
+    lm.lm_head = nn.Sequential(lm.lm_head)
+    claims["of a head that does not tell"] = lm.generate(ids, 1, eos_id=20).shape == (1, 5)
+    return claims
+
+
 def prove_D02_norms(device: str) -> dict[str, bool]:
     """Zeroed branches leave the Pre-LN blocks the identity; RMSNorm equals its formula."""
     device = check_exact_device(device)
@@ -2487,6 +2523,9 @@ def prove_D04_latent(device: str) -> dict[str, bool]:
     ups["patch"].forward = lambda latent: nn.Linear.forward(ups["patch"], latent).relu()
     ups["wrapper"] = nn.Sequential(nn.Linear(6, 32, bias=False))
     padding = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
+    ups["subclass"] = nn.Linear(6, 32, bias=False)
+    ups["subclass"].weight = type("Shard", (nn.Parameter,), {})(ups["subclass"].weight.to(x))
+    mla.absorbed = None
     for name, up in ups.items():
         mla.kv_up = up.to(x)
         full, _ = mla(x, key_padding_mask=padding, causal=True, **given)
@@ -2538,6 +2577,29 @@ def prove_D04_cache_room(device: str) -> dict[str, bool]:
         claims["no_grad goes on in the same room"] = check_holds(mixed, k, v, 3, room=3)
     claims["grad mode goes on"] = check_holds(mixed, k, v, 4, room=4)
     return claims
+
+
+def prove_D04_cache_views(device: str) -> dict[str, bool]:
+    """What is appended may be views of the cache's own memory, and never within a backward pass."""
+    k, v = torch.randn(1, 1, 5, 4).to(device), torch.randn(1, 1, 5, 2).to(device)
+    own, loaded = KVCache(max_len=8), KVCache()
+    with torch.no_grad():
+        check_holds(own, k, v, 5)
+        k_own, v_own = own.k, own.v
+        own.truncate(2)
+        own.append(k_own[:, :, 1:], v_own[:, :, 1:])
+        check_holds(loaded, k, v, 3)
+    with torch.inference_mode():
+        loaded = copy.copy(loaded)
+    with torch.no_grad():
+        claims = {"a copy made in inference mode goes on": check_holds(loaded, k, v, 4, 5)}
+    for name, stored, new in (("keys", own.k, k), ("values", own.v, v)):
+        expected = torch.cat((new[:, :, :2], new[:, :, 1:]), dim=2)
+        claims[f"views of its own {name}"] = torch.equal(stored, expected)
+    x = k.clone().requires_grad_()
+    x.register_hook(lambda _gradient: own.append(k[:, :, :1], v[:, :, :1]) and None)
+    again = (RuntimeError, lambda: x.sum().backward(), "kv_cache", "backward")
+    return claims | check_refused(again, kept=[own])
 
 
 def prove_D04_cache_copies(device: str) -> dict[str, bool]:
@@ -2650,6 +2712,7 @@ def prove_D04_sampling(device: str) -> dict[str, bool]:
         "equal generators draw alike": torch.equal(*drawn),
         "and not one token only": len(drawn[0].unique()) > 1,
         "top_p that the first token reaches": len(even.unique()) == 1,
+        "a tiny top_p": pick_next_token(logits, 1.0, top_p=1e-46).tolist() == [[1], [4]],
         "a tiny temperature": pick_next_token(logits, 1e-320).tolist() == [[1], [4]],
     }
 
@@ -2948,6 +3011,33 @@ def prove_D09_mixture_refusals(_device: str) -> dict[str, bool]:
     )
 
 
+def prove_D09_replaced_routers(_device: str) -> dict[str, bool]:
+    """A router put in later: what it gives must fit, and is counted as wide as it is."""
+    x, switch, soft = torch.randn(2, 4), MoEFFN(4, 4), SoftmaxRouter(4, 4, 2)
+    own = nn.Identity()
+    mixture = MixtureFFN(own, [nn.Identity()] * 3)
+    switch.router, soft.router = nn.Linear(4, 5), nn.Linear(4, 6)
+    soft(x)
+    halves, chosen = torch.full((2, 2), 0.5), torch.tensor([[0, 2], [1, 2]])
+
+    def routed(weights: Tensor, experts: Tensor) -> Tensor:
+        own.forward = lambda _tokens: (weights, experts)
+        return mixture(x)
+
+    return {
+        "choices of 32 bits": check_close(routed(halves, chosen.int()), x, 1e-6),
+        "counts are as many as logits": len(soft.tokens_per_expert) == 6,
+    } | check_refused(
+        (ValueError, lambda: switch(x), "router(x)", [2, 5]),
+        (ValueError, lambda: routed(halves, chosen + 1), "router(x)[1]", "0 … 2", "2 other"),
+        (ValueError, lambda: routed(halves, chosen - 1), "router(x)[1]", "0 … 2", "1 other"),
+        (ValueError, lambda: routed(halves, chosen[:1]), "router(x)[1]", [1, 2]),
+        (ValueError, lambda: routed(halves[:, :1], chosen), "router(x)[0]", [2, 1]),
+        (TypeError, lambda: routed(halves, halves), "router(x)[1]", "float32"),
+        (TypeError, lambda: routed(chosen, chosen), "router(x)[0]", "int64"),
+    )
+
+
 def prove_D09_sinks(device: str) -> dict[str, bool]:
     """A sink is one more term in the softmax's sum, neither scaled nor capped nor masked."""
     device = check_exact_device(device)
@@ -2969,7 +3059,10 @@ def prove_D09_sinks(device: str) -> dict[str, bool]:
         expected = reference_attention(q, k, v, seen, scale, cap, sink.sinks.double())
         out = sink(q, k, v, **options)
         claims[f"sinks {name}"] = check_close(out, expected)
+    nn.init.constant_(sink.sinks, -math.inf)
+    none = sink(q, k, v, keep)
     claims["a query without keys gets zeros"] = not out[0, :, 1].any()
+    claims["also beside a sink of -inf"] = check_close(none, reference_attention(q, k, v, keep))
     return claims | check_refused(
         (ValueError, lambda: sink(q[:, :2], k, v), "n_q_heads=4", 2),
         (ValueError, lambda: sink(q, k, v, logit_softcap=0.0), "logit_softcap", 0.0),
@@ -3085,6 +3178,26 @@ def prove_D11_cache(device: str) -> dict[str, bool]:
     return claims
 
 
+def prove_D11_failing(device: str) -> dict[str, bool]:
+    """Attention whose attend fails, alone or behind a cache, leaves nothing in the cache."""
+    x, tables = torch.randn(2, 3, 16).to(device), build_rope_cache(8, 4, device=device)
+    given, sizes = dict(zip(("cos", "sin"), tables)), {"rope_dim": 4, "nope_dim": 4, "v_dim": 4}
+    heads, latent = MultiHeadAttention(16, 4, rope=True), MultiHeadLatentAttention
+    latent, claims = latent(16, 4, kv_rank=6, **sizes), {}
+
+    def fails(*_inputs: object, **_options: object) -> Tensor:
+        raise KeyError("planted")
+
+    for attn, called in ((heads.to(device), "attend"), (latent.to(device), "expanded")):
+        cache = KVCache()
+        attn(x, kv_cache=cache, **given)
+        vars(attn).update({called: fails, "absorbed": fails})
+        calls = [functools.partial(attn, x, kv_cache=kept, **given) for kept in (cache, None)]
+        refused = check_refused(*((KeyError, call, "planted") for call in calls), kept=[cache])
+        claims |= {f"{type(attn).__name__}: {claim}": holds for claim, holds in refused.items()}
+    return claims
+
+
 def prove_D11_shards(device: str) -> dict[str, bool]:
     """Projections that hold no whole heads, and tables of another width than latent attention's."""
     x = torch.randn(2, 3, 16).to(device)
@@ -3108,6 +3221,9 @@ def prove_D11_model(device: str) -> dict[str, bool]:
     broken, longer = copy.deepcopy(lm), copy.deepcopy(lm)
     broken.blocks[1] = nn.Linear(8, 8).to(device)  # takes no mask; fails behind an append
     longer.blocks.append(nn.Identity())
+    wide, free = copy.deepcopy(lm), ParallelDecoderBlock(16, 4)
+    wide.blocks[1] = ModernDecoderBlock(16, attn=MultiHeadAttention(16, 2, rope=True)).to(device)
+    part = DecoderOnlyLM(7, 16, 1, rope_dim=4, make_block=lambda _: wide.blocks[1]).to(device)
     long = ids.repeat(1, 2)
     good = {"ids": ids, "key_padding_mask": long > 0, "mask": (long > 0)[:1].expand(3, -1)}
     claims = check_refuses(functools.partial(lm, kv_caches=caches), None, caches, **good)
@@ -3122,8 +3238,12 @@ def prove_D11_model(device: str) -> dict[str, bool]:
         (TypeError, lambda: broken(ids, kv_caches=caches), "mask"),
         (TypeError, lambda: broken.generate(ids, 1), "mask"),
         (ValueError, lambda: longer(ids), "windows", 3),
+        (ValueError, lambda: wide(ids), "rope_dim", 4, 8),
         kept=caches,
     )
+    wide.blocks[1] = free.to(device)
+    claims["a block that turns nothing is taken"] = wide(ids).shape == (2, 3, 7)
+    claims["a part may be turned that was asked for"] = part(ids).shape == (2, 3, 7)
     claims["training flags"] = all(part.training for part in broken.modules())
     return claims
 
@@ -3154,6 +3274,9 @@ def prove_D11_generate(device: str) -> dict[str, bool]:
         (ValueError, lambda: lm.generate(ids[:, :0], 1), "ids"),
         (ValueError, lambda: lm.stream(ids, 4), "max_new_tokens=4", "max_len=6"),
         (ValueError, lambda: pick_next_token(logits[:, :0]), "logits", [2, 0]),
+        (ValueError, lambda: pick_next_token(logits * math.nan), "logits", "nan"),
+        (ValueError, lambda: pick_next_token(logits - math.inf), "logits", "-inf"),
+        (ValueError, lambda: pick_next_token(logits + math.inf), "logits", "inf"),
     )
 
 
