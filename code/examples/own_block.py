@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoints import CheckpointError
 from transformer_block import DecoderOnlyLM, KVCache, build_rope_cache
 
-import practice
+from judge.answers import execute
+from judge.judging import read_block
+from judge.state import neutral
 
 SIZES = ("d_model", "n_q_heads", "n_kv_heads", "d_ff")
 
@@ -74,7 +76,8 @@ class Constants(ast.NodeTransformer):
 class OwnFile:
     """A file with a ModernBlock, judged: verdict is what practice.py says of it.
 
-    BlockError where the file has none, or its parameters could not be read.
+    It imports what lies beside it, as a program does. BlockError where the file has no block, or
+    its parameters could not be read.
     """
 
     def __init__(self, path: str | Path):
@@ -83,8 +86,9 @@ class OwnFile:
             self.text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BlockError(f"{path} cannot be read: {error}") from None
+        sys.path.insert(0, str(self.path.resolve().parent))
         with contextlib.redirect_stdout(sys.stderr):
-            self.verdict, self.reader = practice.read_block(self.text, str(path))
+            self.verdict, self.reader = read_block(self.text, str(path))
         if self.reader is None:
             raise BlockError(f"no ModernBlock to run in {self.path.name}\n{self.verdict.text()}")
 
@@ -100,9 +104,9 @@ class OwnFile:
         tree = ast.fix_missing_locations(constants.visit(ast.parse(self.text)))
         with contextlib.redirect_stdout(sys.stderr):
             try:
-                with practice.undisturbed():  # float64, in which a layout is told from another
+                with neutral():  # float64, in which a layout is told from another
                     self.reader.layout(dict(zip(SIZES, sizes)))
-                cls = practice.execute(ast.unparse(tree), str(self.path))["ModernBlock"]
+                cls = execute(ast.unparse(tree), str(self.path))["ModernBlock"]
                 blocks = [OwnBlock(filled(cls, self.reader, sizes, ours)) for ours in model.blocks]
                 same = not self.verdict.right or agree(
                     blocks[-1].block, model.blocks[-1], sizes, base

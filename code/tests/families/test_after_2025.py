@@ -200,7 +200,7 @@ def qwen_pair() -> tuple[nn.Module, nn.Module]:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("wide")
-def test_qwen3_next_full_pass_and_decoding(qwen_pair):
+def test_qwen3_next_pass_and_decoding(qwen_pair):
     theirs, ours = qwen_pair
     ids = torch.randint(V, (2, 21))
     expected = theirs(ids).logits
@@ -219,7 +219,7 @@ def test_qwen3_next_full_pass_and_decoding(qwen_pair):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("wide")
-def test_qwen3_next_generates_the_same_with_left_padding(qwen_pair):
+def test_qwen3_next_left_padded(qwen_pair):
     theirs, ours = qwen_pair
     ids = torch.randint(1, V, (3, 9))
     real = torch.arange(9) >= torch.tensor([0, 3, 8])[:, None]
@@ -238,7 +238,7 @@ def test_qwen3_next_generates_the_same_with_left_padding(qwen_pair):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("wide")
-def test_gated_attention_equals_the_official_layer():
+def test_gated_attention_equals_theirs():
     config = Qwen3NextConfig(**QWEN)
     theirs = spread(qwen.Qwen3NextAttention(config, 3))
     ours = load(our_gated(), gated_weights(theirs))
@@ -259,7 +259,7 @@ def test_gated_attention_equals_the_official_layer():
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 @pytest.mark.usefixtures("wide")
-def test_delta_net_equals_the_official_layer(chunk):
+def test_delta_net_equals_theirs(chunk):
     config = Qwen3NextConfig(**QWEN)
     theirs = spread(qwen.Qwen3NextGatedDeltaNet(config, 0))
     ours = load(our_delta(chunk), delta_weights(theirs))
@@ -278,7 +278,7 @@ def test_delta_net_equals_the_official_layer(chunk):
 
 @pytest.mark.parametrize("steps", [1, 5, 64, 130])
 @pytest.mark.usefixtures("wide")
-def test_delta_rules_equal_the_official_functions(steps):
+def test_delta_rules_equal_theirs(steps):
     torch.manual_seed(steps)
     q, k = F.normalize(torch.randn(2, 2, 3, steps, 8).double(), dim=-1)
     v, log_decay = torch.randn(2, 3, steps, 6).double(), -torch.rand(2, 3, steps).double()
@@ -294,7 +294,7 @@ def test_delta_rules_equal_the_official_functions(steps):
 
 
 @torch.no_grad()
-def test_the_state_does_not_grow_and_holds_no_more_than_it_says():
+def test_state_does_not_grow():
     layer, state = our_delta(), DeltaNetState()
     held = []
     for length in (500, 1, 1):
@@ -305,7 +305,7 @@ def test_the_state_does_not_grow_and_holds_no_more_than_it_says():
 
 
 @torch.no_grad()
-def test_delta_net_in_half_precision_keeps_its_state_in_float32():
+def test_state_is_float32_in_half():
     layer, x = our_delta(), torch.randn(1, 300, D)
     exact = layer.double()(x.double())[0]
     for dtype, limit in ((torch.float16, 5e-3), (torch.bfloat16, 5e-2)):
@@ -317,7 +317,7 @@ def test_delta_net_in_half_precision_keeps_its_state_in_float32():
         layer.double()(x.double(), kv_cache=state)
 
 
-def test_a_copied_state_goes_its_own_way():
+def test_copied_state_goes_its_own_way():
     layer, x, state = our_delta().double(), torch.randn(1, 6, D).double(), DeltaNetState()
     with torch.no_grad():
         layer(x[:, :3], kv_cache=state)
@@ -443,7 +443,7 @@ def indexed_pair(request) -> tuple[nn.Module, nn.Module]:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("wide")
-def test_deepseek_v32_full_pass_and_decoding(indexed_pair):
+def test_deepseek_v32_pass_and_decoding(indexed_pair):
     theirs, ours = indexed_pair
     ids = torch.randint(V, (2, 17))
     expected = theirs(ids).logits
@@ -458,7 +458,7 @@ def test_deepseek_v32_full_pass_and_decoding(indexed_pair):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("wide")
-def test_deepseek_v32_generates_the_same_with_left_padding(indexed_pair):
+def test_deepseek_v32_left_padded(indexed_pair):
     theirs, ours = indexed_pair
     ids = torch.randint(2, V, (3, 9))
     real = torch.arange(9) >= torch.tensor([0, 2, 7])[:, None]
@@ -471,7 +471,7 @@ def test_deepseek_v32_generates_the_same_with_left_padding(indexed_pair):
 
 
 @torch.no_grad()
-def test_a_single_token_reads_only_the_chosen_rows(monkeypatch):
+def test_token_reads_only_chosen_rows(monkeypatch):
     layer, (cos, sin) = our_indexed().double(), tb.build_rope_cache(30, ROPE)
     x, cache, read = torch.randn(2, 30, D).double(), IndexedCache(), []
     run = layer.attn.absorbed
@@ -483,7 +483,7 @@ def test_a_single_token_reads_only_the_chosen_rows(monkeypatch):
 
 
 @torch.no_grad()
-def test_packed_documents_pass_through_the_shell(indexed_pair):
+def test_packed_documents_through_shell(indexed_pair):
     _, ours = indexed_pair
     ids = torch.randint(V, (1, 14))
     documents = (torch.arange(14) < 6)[:, None] == (torch.arange(14) < 6)
@@ -512,7 +512,7 @@ def connection_weights(theirs: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize(("n_streams", "n_rounds"), [(4, 20), (3, 1), (2, 2)])
 @pytest.mark.usefixtures("wide")
-def test_hyper_connection_equals_the_official_one(n_streams, n_rounds):
+def test_hyper_connection_equals_theirs(n_streams, n_rounds):
     theirs = spread(v4.DeepseekV4HyperConnection(v4_config(n_streams, n_rounds)))
     options = {"n_rounds": n_rounds, "eps": 1e-3, "norm_eps": 1e-2}
     ours = load(HyperConnection(D, n_streams, **options), connection_weights(theirs))
@@ -526,7 +526,7 @@ def test_hyper_connection_equals_the_official_one(n_streams, n_rounds):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("wide")
-def test_stream_collapse_equals_the_official_head():
+def test_collapse_equals_theirs():
     theirs = spread(v4.DeepseekV4HyperHead(v4_config(4)))
     weights = {"proj.weight": theirs.hc_fn, "bias": theirs.hc_base, "scale": theirs.hc_scale}
     ours = load(StreamCollapse(D, eps=1e-3, norm_eps=1e-2), weights)
@@ -547,7 +547,7 @@ class Plugged(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("wide")
-def test_block_wires_its_streams_as_the_official_layer():
+def test_streams_wired_as_theirs():
     theirs = v4.DeepseekV4DecoderLayer(v4_config(4), 0)
     attn, ffn = tb.MultiHeadAttention(D, 4, 2, rope=True), tb.GatedFFN(D, D_FF)
     cos, sin = tb.build_rope_cache(6, 8)
@@ -566,7 +566,7 @@ def test_block_wires_its_streams_as_the_official_layer():
 
 
 @torch.no_grad()
-def test_streams_stay_bounded_however_deep():
+def test_streams_stay_bounded():
     """A product of doubly stochastic matrices is one: no sublayer, a thousand layers."""
     layer = HyperConnection(8).double()
     nn.init.normal_(layer.bias, std=3)
@@ -603,7 +603,7 @@ def test_hybrid_learns():
     assert abs(losses[0] - math.log(V)) < 0.2 and losses[-1] < 0.5 * losses[0]
 
 
-def test_hybrid_refuses_what_a_state_cannot_do():
+def test_hybrid_refuses_truncate():
     model, ids = hybrid(), torch.randint(V, (1, 8))
     holes = torch.ones(8, 8, dtype=torch.bool)
     holes[5, 2] = False
@@ -618,7 +618,7 @@ def test_hybrid_refuses_what_a_state_cannot_do():
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [our_gated, our_delta, our_indexed])
-def test_layers_are_one_graph_with_and_without_a_cache(make):
+def test_layers_are_one_graph(make):
     layer, x = make(), torch.randn(1, 7, D)
     cos, sin = tb.build_rope_cache(8, 16 if make is our_gated else ROPE)
     given = {"causal": True, "cos": cos, "sin": sin}
@@ -655,7 +655,7 @@ def test_every_proof_passes():
     assert lines[5:] == ["", "all operators of 2025 and 2026 proved ✓"]
 
 
-def test_proofs_leave_the_generator_alone():
+def test_proofs_leave_the_generator():
     state = torch.get_rng_state()
     after_2025.demo_A04()
     assert torch.equal(state, torch.get_rng_state())
@@ -723,7 +723,7 @@ def test_shown_text_works(capsys):
     torch.testing.assert_close(torch.cat(parts, dim=1), layer(x)[0])
 
 
-def test_show_prints_methods_in_any_case(capsys):
+def test_show_of_methods_in_any_case(capsys):
     assert shown("gateddeltanet.FORWARD", capsys).startswith("def forward(self, x: Tensor")
     assert shown("SINKHORN", capsys).count("\ndef ") == 1
 

@@ -1583,7 +1583,7 @@ def test_t5_bias(decoder):
 
 
 @torch.no_grad()
-def test_balance_loss_is_theirs_up_to_k():
+def test_balance_loss_is_k_times_theirs():
     """transformers sums f over the k choices of a token, so that balance gives k; ours gives 1.
 
     Theirs pools the tokens of all layers first, which hides a collapsed layer behind an even one;
@@ -1619,7 +1619,7 @@ NOT_EXPRESSIBLE = {  # no row of the recipe table
 }
 
 
-def test_no_row_of_the_recipe_table_is_left_out():
+def test_every_recipe_is_compared():
     assert {*ROWS, *NO_CLASS} == set(RECIPES)
     assert not set(RECIPES) & set(NOT_EXPRESSIBLE)
 

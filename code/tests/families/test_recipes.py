@@ -153,7 +153,7 @@ def own_hooks(block: torch.nn.Module) -> int:
     return sum(len(part._forward_pre_hooks) for part in block.modules())
 
 
-def test_a_layer_runs_at_real_size_without_memory():
+def test_layer_runs_without_memory():
     model = recipes.built("gpt-oss 20b")
     x = torch.empty(1, 3, 2880, device="meta")
     cos, sin = tb.build_rope_cache(3, 64)
@@ -166,7 +166,7 @@ def test_a_layer_runs_at_real_size_without_memory():
 # =============================================================================================
 
 
-def test_chunks_are_blocks_and_padding_does_not_shift_them():
+def test_chunks_do_not_shift_with_padding():
     q = k = torch.zeros(2, 1, 6, 4)
     v = torch.eye(6)[None, None].expand(2, 1, 6, 6)
     keep = torch.ones(2, 1, 1, 6, dtype=torch.bool)
@@ -179,7 +179,7 @@ def test_chunks_are_blocks_and_padding_does_not_shift_them():
     torch.testing.assert_close(last, out[:, :, -1:])
 
 
-def test_temperature_rises_with_the_logarithm_of_the_position():
+def test_temperature_of_positions():
     """Figures for floor_scale 8,192: 1 up to 8,190, then 1.0693, 1.1099 at 16,383, 1.2833 …"""
     for position, factor in ((8190, 1), (8191, 1.0693), (16383, 1.1099), (131071, 1.2833)):
         q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
@@ -341,7 +341,7 @@ def note_tables() -> dict[tuple[str, ...], dict[str, list[str]]]:
     return tables
 
 
-def test_the_notes_have_what_the_models_show():
+def test_notes_have_what_models_show():
     """Every table of models whose columns are a recipe's, whole or in part."""
     known, compared = set(recipes.cells("GPT-2 XL")), set()
     for columns, rows in note_tables().items():
@@ -358,13 +358,13 @@ def test_the_notes_have_what_the_models_show():
         assert list(note_tables()[tuple(columns)]) == list(RECIPES_2026)
 
 
-def test_tables_of_the_notes_are_not_stale():
+def test_tables_of_the_notes():
     tables = 1 + len(recipes.TABLES) + len(recipes.TABLES_2026)
     assert len(build.RECIPES.findall(NOTES)) == tables
     assert build.stale("recipes") == [], "python code/notes/build.py recipes"
 
 
-def test_overview_has_a_line_for_each_model(run):
+def test_overview_lists_each_model(run):
     lines = run().splitlines()
     assert [line.split("  ")[0] for line in lines[1 : 1 + len(ROWS)]] == list(ROWS)
     assert lines[0].split() == [
@@ -381,7 +381,7 @@ def test_overview_has_a_line_for_each_model(run):
     assert re.split(r"\s{2,}", line)[1:] == ["32", "4,096", "46.7 B", "12.9 B", "128"]
 
 
-def test_a_model_says_how_it_is_composed_and_what_it_costs(run):
+def test_model_says_what_it_costs(run):
     text = run("DEEPSEEK-v3")
     for piece in (
         "3 layers: 0, 1, 2",
@@ -431,17 +431,16 @@ def test_a_later_model_says_what_it_caches_and_its_parts_add_up(run, name):
         (["gptoss"], ["gpt-oss 20b", "gpt-oss 120b"]),
         (["llama-3"], ["Llama-3 8B"]),
         (["zzz"], ["GPT-2 XL", "gpt-oss 120b"]),
-        (["--markdown", "Phi-2"], ["--markdown"]),
     ],
 )
-def test_wrong_names_get_the_nearest_ones(arguments, words, capsys):
+def test_wrong_names_get_the_nearest(arguments, words, capsys):
     assert recipes.main(arguments) == 2
     said = capsys.readouterr()
     assert not said.out
     assert all(word in said.err for word in words), said.err
 
 
-def test_a_closed_pipe_and_ascii_are_no_traceback():
+def test_closed_pipe_and_ascii():
     command = [sys.executable, str(CODE / "recipes.py"), "gpt-2 xl"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     reader, writer = os.pipe()

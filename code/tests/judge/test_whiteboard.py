@@ -1,10 +1,6 @@
-"""The answers equal the script's classes on the same weights, and stay as short as promised."""
+"""The answers of blocks.py equal the script's classes on the same weights, in three dtypes."""
 
-import ast
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +8,21 @@ import torch.nn.functional as F
 import transformer_block as tb
 from torch import Tensor, nn
 
-import practice
-import whiteboard as wb
+from whiteboard import blocks as wb
 
-WHITEBOARD = Path(wb.__file__)
 CHUNKS = ((8,), (3, 1, 4), (1,) * 8)
+# Of the largest value. Half precision is rounded after each step, by us and by the script, and not
+# at the same places: a few units of its last place.
+CLOSE = {torch.float64: 1e-9, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+in_float64 = pytest.mark.parametrize("dtype", [torch.float64], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def double():
-    """Everything in float64, the same numbers in every test."""
-    torch.set_default_dtype(torch.float64)
+@pytest.fixture(autouse=True, params=CLOSE, ids=str)
+def dtype(request: pytest.FixtureRequest):
+    """Everything in one dtype, the same numbers in every test."""
+    torch.set_default_dtype(request.param)
     torch.manual_seed(0)
-    yield
+    yield request.param
     torch.set_default_dtype(torch.float32)
 
 
@@ -36,14 +34,17 @@ def randomized(module: nn.Module) -> nn.Module:
 
 
 def tables(length: int, width: int) -> tuple[Tensor, Tensor]:
-    """cos and sin in float64: the script's own tables are rounded to float32."""
-    angle = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
-    angle = torch.cat((angle, angle), dim=1)
-    return angle.cos(), angle.sin()
+    """cos and sin, computed in float64: the script's own tables are rounded to float32."""
+    turn = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angle = torch.arange(length)[:, None] * torch.cat((turn, turn))
+    dtype = torch.get_default_dtype()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() < 1e-9)
+    """Equal shape and dtype, and values within what the dtype of the test allows."""
+    allowed = CLOSE[torch.get_default_dtype()] * b.abs().max().clamp(min=1)
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and bool((a - b).abs().max() < allowed)
 
 
 def in_chunks(module: Callable, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -64,9 +65,6 @@ def renamed(module: nn.Module, **names: str) -> dict[str, Tensor]:
 
 
 FFN = {"ffn__0": "ffn.up", "ffn__2": "ffn.down"}
-
-
-# ── The same as the script ───────────────────────────────────────────────────────────────────
 
 
 def test_norms() -> None:
@@ -92,8 +90,8 @@ def test_causal_mask(T: int, S: int, window: int | None) -> None:
 
 
 def test_rotate() -> None:
-    x, positions = torch.randn(2, 3, 5, 6), torch.tensor([4, 0, 9, 2, 3])
-    cos, sin = tables(10, 6)
+    x, positions = torch.randn(2, 3, 5, 6), torch.tensor([4, 0, 301, 2, 299])
+    cos, sin = tables(302, 6)
     assert close(wb.rotate(x, positions), tb.apply_rope(x, cos[positions], sin[positions]))
 
 
@@ -108,6 +106,15 @@ def test_attention(n_kv_heads: int) -> None:
     holes[1] = False
     for mask in (None, wb.causal_mask(5, 7), holes, torch.rand(2, 1, 1, 7) < 0.6):
         assert close(wb.attention(q, k, v, mask), tb.attend(q, k, v, mask))
+
+
+def test_attention_where_the_product_overflows_float16() -> None:
+    """q k^T is 102,400 before the scale, 12,800 behind it."""
+    q, k, v = torch.full((1, 2, 3, 64), 40.0), torch.full((1, 1, 5, 64), 40.0), torch.randn(5, 7)
+    want = v.mean(dim=0).expand(1, 2, 3, 7)
+    assert close(tb.attend(q, k, v[None, None]), want)
+    assert close(wb.attention(q, k, v[None, None]), want)
+    assert close(wb.online_softmax(q[0, 0], k[0, 0], v, 2), want[0, 0])
 
 
 @pytest.mark.parametrize("block", [1, 3, 7, 9])
@@ -195,7 +202,7 @@ def test_switch_ffn() -> None:
     script.load_state_dict(ffn.state_dict())
     y, loss = ffn(x)
     assert close(y, script(x))
-    assert close(loss, script.aux_loss)
+    assert close(loss, script.aux_loss.to(loss.dtype))  # float32 in half precision
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -221,6 +228,7 @@ def test_mixtral_ffn(top_k: int) -> None:
     assert close(ffn(x), script(x))
 
 
+@in_float64
 def test_mixtral_ffn_against_transformers() -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     config = mixtral.MixtralConfig(
@@ -260,6 +268,10 @@ def test_next_token_loss() -> None:
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 1, 1]]).bool()
     assert close(wb.next_token_loss(logits, ids), tb.next_token_loss(logits, ids))
     assert close(wb.next_token_loss(logits, ids, mask), tb.next_token_loss(logits, ids, mask))
+    apart = torch.tensor([[1, 0, 1, 0, 1]]).bool().expand(3, 5)
+    for none in ((logits, ids, apart), (logits[:, :1], ids[:, :1]), (logits[:0], ids[:0])):
+        assert close(wb.next_token_loss(*none), tb.next_token_loss(*none))
+        assert wb.next_token_loss(*none) == 0
 
 
 @pytest.mark.parametrize("top_p", [None, 0.3, 0.7])
@@ -269,6 +281,34 @@ def test_sample(temperature: float, top_k: int | None, top_p: float | None) -> N
     logits, (a, b) = torch.randn(500, 6), (torch.Generator().manual_seed(1) for _ in range(2))
     want = tb.pick_next_token(logits, temperature, top_k, top_p, a)
     assert torch.equal(wb.sample(logits, temperature, top_k, top_p, b), want)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-30, 1e-37, 1e-38, 1e-40])
+def test_sample_at_tiny_temperatures_takes_the_likeliest(temperature: float) -> None:
+    logits = 30 * torch.randn(500, 6)
+    logits[:, 2] = logits.amax(dim=1) + 1
+    for options in ({}, {"top_k": 3}, {"top_p": 0.5}, {"top_p": 1}):
+        assert torch.equal(wb.sample(logits, temperature, **options), logits.argmax(1)[:, None])
+        assert torch.equal(
+            tb.pick_next_token(logits, temperature, **options), logits.argmax(1)[:, None]
+        )
+
+
+def test_top_p_of_one_drops_nothing() -> None:
+    """Summed from the likeliest, 3,000 probabilities reach 1 in float32 before the last ones."""
+    logits = torch.cat((torch.full((1, 2000), 9.0), torch.full((1, 1000), -6.0)), dim=1).float()
+    probs = logits.softmax(dim=-1)
+    assert ((probs.cumsum(dim=-1) - probs)[0, 2000:] >= 1).any()
+    kept = []
+
+    def multinomial(probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        kept.append(probs)
+        return probs.argmax(dim=-1, keepdim=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "multinomial", multinomial)
+        wb.sample(logits, 1.0, None, 1)
+    assert (kept[0] > 0).all()
 
 
 def test_generate() -> None:
@@ -315,57 +355,3 @@ def test_counts() -> None:
     want = tb.kv_cache_bytes(5, 3, 7, 11, 13, 4)
     assert wb.kv_cache_bytes(5, 3, 7, 11, 13, 4) == want
     assert wb.kv_cache_bytes(80, 8, 128, 4096) == tb.kv_cache_bytes(80, 8, 128, 4096)
-
-
-# ── Short, and each by itself ────────────────────────────────────────────────────────────────
-
-
-def code_lines(text: str) -> int:
-    """Lines that are neither blank, nor comments, nor part of a docstring."""
-    documented = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    lines = enumerate(text.split("\n"), 1)
-    return sum(1 for i, x in lines if i not in documented and x.strip() and x.strip()[0] != "#")
-
-
-def test_budgets() -> None:
-    text = WHITEBOARD.read_text(encoding="utf-8")
-    assert len(text.split("\n")) <= 450
-    assert code_lines(practice.answer_source("ModernBlock")) <= 60
-    alone = {
-        n.name: ast.get_source_segment(text, n) for n in ast.parse(text).body if hasattr(n, "name")
-    }
-    for name, limit in (("SelfAttention", 25), ("LatentAttention", 40), ("MixtralFFN", 25)):
-        assert code_lines(alone[name]) <= limit, name
-
-
-def test_every_exercise_has_an_answer_that_runs_alone() -> None:
-    """One process runs all printed texts, each in a namespace of its own."""
-    texts = {name: practice.answer_source(name) for name in practice.EXERCISES}
-    program = f"""
-for name, text in {texts!r}.items():
-    space = {{}}
-    exec(text, space)
-    assert callable(space[name])
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, cwd="/")
-
-
-@pytest.mark.parametrize("name", practice.EXERCISES)
-def test_printed_answer_is_judged_right_and_imports_no_more_than_it_uses(name: str) -> None:
-    text = practice.answer_source(name)
-    (found,) = practice.judge(text, [name])
-    assert found.right, found.text()
-    imported = {
-        a.asname or a.name for n in ast.parse(text).body if hasattr(n, "names") for a in n.names
-    }
-    used = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
-    assert imported <= used
-
-
-def test_shape_comments_and_no_checks() -> None:
-    text = WHITEBOARD.read_text(encoding="utf-8")
-    assert not [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.Raise, ast.Assert))]
-    assert text.count("# (") > 40

@@ -230,7 +230,7 @@ FIXED = {
 
 @pytest.mark.parametrize("kind", FIXED)
 @given(data=st.data(), seed=seeds, s=sizes(rotated=False), dtype=wide_dtypes)
-def test_fixed_layer_equals_the_reference(kind, data, seed, s, dtype):
+def test_layer_equals_the_reference(kind, data, seed, s, dtype):
     torch.manual_seed(seed)
     build, topology, act = FIXED[kind]
     d_model = 2 * s.H * s.head_dim
@@ -262,7 +262,7 @@ def test_fixed_layer_equals_the_reference(kind, data, seed, s, dtype):
 
 
 @given(data=st.data(), seed=seeds, s=sizes(rotated=False), dtype=wide_dtypes)
-def test_seq2seq_layer_equals_the_reference(data, seed, s, dtype):
+def test_seq2seq_equals_the_reference(data, seed, s, dtype):
     torch.manual_seed(seed)
     head_dim, d_model = 2 * s.head_dim, 2 * s.H * s.head_dim
     layer = randomised(tb.VanillaSeq2SeqDecoderLayer2017(d_model, s.H, s.d_ff, eps=1e-3)).to(dtype)
@@ -303,7 +303,7 @@ dtypes = st.sampled_from(list(TOLERANCE))
 
 @pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
 @given(data=st.data(), seed=seeds, dtype=dtypes)
-def test_attention_sum_equals_the_reference(path, data, seed, dtype):
+def test_attend_equals_the_reference(path, data, seed, dtype):
     torch.manual_seed(seed)
     G, ratio, B = (data.draw(st.integers(1, 3)) for _ in range(3))
     T, S = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 5))
@@ -332,7 +332,7 @@ def test_attention_sum_equals_the_reference(path, data, seed, dtype):
 
 
 @given(data=st.data(), seed=seeds, dtype=wide_dtypes)
-def test_cross_attention_equals_the_reference(data, seed, dtype):
+def test_cross_equals_the_reference(data, seed, dtype):
     torch.manual_seed(seed)
     s = data.draw(sizes(rotated=False))
     attn = randomised(drawn_heads(data, s)[0]).to(dtype)
@@ -376,7 +376,7 @@ def test_rotation_equals_the_reference(data, seed, dtype):
 
 
 @given(data=st.data(), seed=seeds, dtype=dtypes)
-def test_norm_and_feed_forward_equal_the_reference(data, seed, dtype):
+def test_norm_and_ffn_equal_it(data, seed, dtype):
     torch.manual_seed(seed)
     d_model, d_ff = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
@@ -395,7 +395,7 @@ def test_norm_and_feed_forward_equal_the_reference(data, seed, dtype):
 
 
 @given(data=st.data(), seed=seeds, n_experts=st.integers(1, 6))
-def test_experts_equal_one_token_at_a_time(data, seed, n_experts):
+def test_experts_one_token_at_a_time(data, seed, n_experts):
     torch.manual_seed(seed)
     moe = randomised(tb.MoEFFN(4, 3, n_experts))
     x = draw(*data.draw(st.lists(st.integers(0, 4), max_size=2)), 4)
@@ -412,6 +412,6 @@ def test_experts_equal_one_token_at_a_time(data, seed, n_experts):
     window=st.sampled_from([None, 1, 3, 50]),
     dtype=st.sampled_from([torch.int64, torch.int32, torch.uint8]),
 )
-def test_causal_mask_equals_one_comparison_each(q, k, window, dtype):
+def test_mask_by_single_comparisons(q, k, window, dtype):
     got = tb.build_causal_mask(torch.tensor(q, dtype=dtype), torch.tensor(k, dtype=dtype), window)
     assert torch.equal(got, torch.from_numpy(reference.causal(q, k, window)))

@@ -165,7 +165,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_split_over_ranks_the_block_gives_the_same(ranks, path):
+def test_split_block_gives_the_same(ranks, path):
     x, cos, sin = inputs()
     expected = new_block()(x, cos, sin).detach()
     for seen in ranks:
@@ -174,7 +174,7 @@ def test_split_over_ranks_the_block_gives_the_same(ranks, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_each_rank_caches_its_half_of_the_kv_heads(ranks, path):
+def test_rank_caches_its_kv_heads(ranks, path):
     x, cos, sin = inputs()
     whole = tb.KVCache()
     new_block()(x, cos, sin, kv_cache=whole)
@@ -185,7 +185,7 @@ def test_each_rank_caches_its_half_of_the_kv_heads(ranks, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_split_over_ranks_the_gradients_are_the_same(ranks, path):
+def test_split_gradients_are_the_same(ranks, path):
     x, cos, sin = inputs()
     block = new_block()
     block(x, cos, sin).square().mean().backward()
@@ -197,7 +197,7 @@ def test_split_over_ranks_the_gradients_are_the_same(ranks, path):
                 assert_same(seen[path]["gradients"][name], parameter.grad)
 
 
-def test_more_ranks_than_kv_heads_is_refused(ranks):
+def test_more_ranks_than_kv_heads(ranks):
     for seen in ranks:
         message = seen["too many ranks"]
         assert "n_kv_heads" in message
@@ -206,7 +206,7 @@ def test_more_ranks_than_kv_heads_is_refused(ranks):
 
 
 @pytest.mark.skipif(not CPU_EVENTS, reason="this torch cannot fully_shard on a CPU")
-def test_fully_sharded_one_step_gives_the_same_parameters(ranks):
+def test_fully_sharded_step(ranks):
     start, block = new_block(), new_block()
     train_one_step(block, *inputs())
     for name, parameter in block.named_parameters():
@@ -219,7 +219,7 @@ def test_fully_sharded_one_step_gives_the_same_parameters(ranks):
 
 @pytest.mark.skipif(not CPU_EVENTS, reason="this torch cannot fully_shard on a CPU")
 @pytest.mark.parametrize("case", SHARDED)
-def test_with_single_parts_sharded_the_model_gives_the_same(ranks, case):
+def test_single_parts_sharded(ranks, case):
     lm = new_lm(SHARDED[case][0])
     wanted = lm(IDS).detach()
     sum(lm(row[None]).square().mean() / RANKS for row in IDS).backward()
@@ -238,7 +238,7 @@ def run_example(*command: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], check=False, **options)
 
 
-def test_the_example_shows_both_under_torchrun():
+def test_example_under_torchrun():
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     run = run_example(*torchrun, str(EXAMPLE))
     assert run.returncode == 0, run.stderr
@@ -250,7 +250,7 @@ def test_the_example_shows_both_under_torchrun():
 
 
 @pytest.mark.parametrize(("options", "status"), [(["--help"], 0), ([], 2)])
-def test_the_example_says_its_torchrun_line(options, status):
+def test_example_says_its_command(options, status):
     run = run_example(str(EXAMPLE.relative_to(ROOT)), *options, cwd=ROOT)
     assert run.returncode == status
     line = "torchrun --standalone --nproc-per-node 2 code/examples/tensor_parallel.py"

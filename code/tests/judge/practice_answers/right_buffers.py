@@ -36,8 +36,9 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     freqs = 1.0 / base ** (torch.arange(0, half) / half)
     cis = torch.polar(torch.ones(len(positions), half), torch.outer(positions.float(), freqs))
     cis = cis.to(torch.complex128 if x.dtype == torch.float64 else torch.complex64)
-    z = torch.complex(x[..., :half], x[..., half:]) * cis
-    return torch.cat((z.real, z.imag), dim=-1)
+    wide = x if x.dtype == torch.float64 else x.float()
+    z = torch.complex(wide[..., :half], wide[..., half:]) * cis
+    return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

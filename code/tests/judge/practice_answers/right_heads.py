@@ -40,6 +40,7 @@ def one_head(q, k, v, mask=None):
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if mask is None:
         return scores.softmax(-1) @ v
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     e = torch.exp(scores - scores.max(-1, keepdim=True).values) * mask
     total = e.sum(-1, keepdim=True)
     return e / torch.where(total > 0, total, torch.ones_like(total)) @ v

@@ -3,7 +3,8 @@
 No argument checks, no options, no type hints: a shape comment stands wherever the shape changes.
 Each piece equals its counterpart in transformer_block.py on the same weights; that file is what
 one trusts, this one is what one writes. `python3 code/practice.py answer NAME` prints one with
-all it needs, and `try` judges yours.
+all it needs, and `try` judges yours. float16 and bfloat16 work in every piece, rounded after each
+step; where more is promised, or what would overflow is kept small, the piece says so.
 
 B batch, T length of the stream, S keys, d d_model, H query heads, G KV heads, d_h head width,
 E experts, N = B*T tokens, V vocabulary. Masks are bool, True = may attend.
@@ -52,21 +53,27 @@ def rotate(x, positions, base=10000.0):
 
 
 def attention(q, k, v, mask=None):
-    """q [B, H, T, d_h], k [B, G, S, d_h], v [B, G, S, d_v] give [B, H, T, d_v]."""
+    """q [B, H, T, d_h], k [B, G, S, d_h], v [B, G, S, d_v] give [B, H, T, d_v].
+
+    In half precision q is scaled before the product, where q @ k alone could overflow.
+    """
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))  # H heads
-    scores = q @ k.mT * q.shape[-1] ** -0.5  # (B, H, T, S)
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, H, T, S)
     mask = q.new_ones((), dtype=torch.bool) if mask is None else mask
     weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1)
     return weights * mask @ v  # (B, H, T, d_v); a query without keys gets zeros
 
 
 def online_softmax(q, k, v, block):
-    """Attention of one head, q [T, d_h], k [S, d_h], v [S, d_v], without a [T, S] table."""
+    """Attention of one head, q [T, d_h], k [S, d_h], v [S, d_v], without a [T, S] table.
+
+    Half precision as in attention; the sums are kept in it too.
+    """
     largest = q.new_full((len(q), 1), -torch.inf)  # (T, 1), of the scores so far
     total = q.new_zeros(len(q), 1)  # (T, 1), of exp(score - largest)
     out = q.new_zeros(len(q), v.shape[1])  # (T, d_v), the same sum with values
     for k_block, v_block in zip(k.split(block), v.split(block)):
-        scores = q @ k_block.mT * q.shape[1] ** -0.5  # (T, block)
+        scores = (q * q.shape[1] ** -0.5) @ k_block.mT  # (T, block)
         new_largest = torch.maximum(largest, scores.amax(dim=1, keepdim=True))
         shrink = torch.exp(largest - new_largest)  # what was summed before, in the new unit
         weights = torch.exp(scores - new_largest)  # (T, block)
@@ -339,21 +346,32 @@ class LoRALinear(nn.Module):
 
 
 def next_token_loss(logits, ids, mask=None):
-    """logits [B, T, V] at t against ids [B, T] at t + 1, where both are real (mask [B, T])."""
+    """logits [B, T, V] at t against ids [B, T] at t + 1, where both are real (mask [B, T]).
+
+    0 without a pair; half precision runs in float32.
+    """
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    losses = F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
-    return losses[mask[:, :-1] & mask[:, 1:]].mean()
+    losses = F.cross_entropy(wide[:, :-1].mT, ids[:, 1:], reduction="none")  # (B, T-1)
+    pairs = mask[:, :-1] & mask[:, 1:]
+    return losses[pairs].sum() / pairs.sum().clamp(min=1)
 
 
 def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """Token ids [B, 1] from logits [B, V]; top-k first, top-p over what is left."""
+    """Token ids [B, 1] from logits [B, V]; top-k first, top-p over what is left.
+
+    Half precision runs in float32.
+    """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    ranked, tokens = logits.sort(dim=-1, descending=True)  # (B, V)
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    ranked, tokens = wide.sort(dim=-1, descending=True)  # (B, V)
+    ranked = ranked - ranked[:, :1]  # the best is 0, which no temperature can make infinite
     if top_k is not None:
         ranked[:, top_k:] = -torch.inf
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)  # 1 / it stays finite
     probs = (ranked / temperature).softmax(dim=-1)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:  # a rounded sum may reach 1 before the last token
         before = probs.cumsum(dim=-1) - probs  # what the likelier tokens reach together
         probs = probs.masked_fill(before >= top_p, 0)
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))

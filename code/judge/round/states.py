@@ -1,0 +1,108 @@
+"""The states of repair of a file: which one a reading fits, and whether all can be told apart."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+from judge.round.measuring import APART, Raised, Reading, differing, raised
+from judge.round.paper import Paper, Planted
+from judge.round.probes import PROBES, Layout, Probe
+from judge.round.subject import Subject, drawn_layout, reset
+
+State = frozenset  # of the numbers of the bugs that are mended
+
+
+def measured(probe: Probe, subject: Subject, layout: Layout) -> Reading:
+    """What the probe reads, or that it raised."""
+    reset()
+    try:
+        return probe.read(subject, layout)
+    except Exception as error:
+        if error.__class__.__name__ == "NotMeasuredError":
+            raise
+        return {f"{probe.name} raises": raised(error, subject.filename)}
+    finally:
+        reset()
+
+
+class States:
+    """All states of repair of a set of bugs, measured when they are asked for."""
+
+    def __init__(
+        self,
+        paper: Paper,
+        planted: Sequence[Planted],
+        layout: Layout | None = None,
+        before: Callable[[str], None] = lambda name: None,
+    ):
+        """before is called with a probe's name ahead of each measurement."""
+        self.before = before
+        self.paper, self.planted = paper, tuple(planted)
+        numbers = range(len(self.planted))
+        self.all = [
+            State(mended)
+            for count in range(len(self.planted), -1, -1)
+            for mended in itertools.combinations(numbers, count)
+        ]
+        self.layout = layout or drawn_layout(self.subject(self.all[0]))
+        self._subjects: dict[State, Subject] = {}
+        self._readings: dict[tuple[State, str], Reading] = {}
+
+    def subject(self, state: State) -> Subject:
+        left = [bug for i, bug in enumerate(self.planted) if i not in state]
+        name = f"<mended {','.join(map(str, sorted(state)))}>"
+        return Subject(self.paper.text(left), self.paper.names, name)
+
+    def reading(self, state: State, probe: Probe) -> Reading:
+        key = state, probe.name
+        if key not in self._readings:
+            if state not in self._subjects:
+                self._subjects[state] = self.subject(state)
+            self.before(probe.name)
+            self._readings[key] = measured(probe, self._subjects[state], self.layout)
+        return self._readings[key]
+
+    def nearest(self, theirs: Callable[[Probe], Reading]) -> tuple[State, int]:
+        """The state that fewest probes speak against, and how many do. Of equals the most mended.
+
+        A probe of a state is measured only while no other state has fewer probes against it.
+        """
+        open_states = [(0, order, 0) for order in range(len(self.all))]
+        while True:
+            off, order, done = heapq.heappop(open_states)
+            if done == len(PROBES):
+                return self.all[order], off
+            probe = PROBES[done]
+            state = self.all[order]
+            wrong = bool(differing(theirs(probe), self.reading(state, probe)))
+            heapq.heappush(open_states, (off + wrong, order, done + 1))
+
+    def told_apart(self) -> bool:
+        """Whether each two states differ clearly in some probe, and each bug shows alone."""
+        groups = [list(self.all)]
+        for probe in PROBES:
+            groups = [part for group in groups for part in self._parted(group, probe)]
+            if not groups:
+                return True
+        return False
+
+    def _parted(self, group: list[State], probe: Probe) -> list[list[State]]:
+        """Parts of a group between which the probe tells; those of one state are done with."""
+        parts: list[list[State]] = []
+        for state in group:
+            near = [
+                part for part in parts
+                if any(not self._apart(state, other, probe) for other in part)
+            ]  # fmt: skip
+            parts = [part for part in parts if part not in near]
+            parts.append([state, *itertools.chain(*near)])
+        return [part for part in parts if len(part) > 1]
+
+    def _apart(self, one: State, other: State, probe: Probe) -> bool:
+        gaps = differing(self.reading(one, probe), self.reading(other, probe))
+        return APART in gaps.values()
+
+
+def breaks(reading: Reading) -> Raised | None:
+    """The exception that a reading holds, if it is one."""
+    return next((found for found in reading.values() if isinstance(found, Raised)), None)
