@@ -373,6 +373,7 @@ class IndexedCache:
 
     @property
     def next_pos(self) -> int:
+        """The position the next token takes."""
         return self.latent.next_pos
 
     def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
@@ -405,6 +406,7 @@ class ChosenRows:
         self.cache, self.rows, self.next_pos = cache, rows, cache.next_pos
 
     def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Store them; returns the chosen rows of all that is stored, (B, 1, k, width) each."""
         stored = self.cache.append(k_new, v_new)  # (B, 1, S, width) each
         batch = torch.arange(len(k_new), device=k_new.device)[:, None]  # (B, 1)
         k, v = (t[batch, 0, self.rows][:, None] for t in stored)  # (B, 1, k, width)
