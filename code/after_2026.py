@@ -453,8 +453,8 @@ class IndependentConnection(HyperConnection):
         self.magnitude, self.widths = magnitude, (n_streams, n_streams)
         self.proj = nn.Linear(n_streams * d_model, 2 * n_streams, bias=False)
         self.scale = nn.Parameter(torch.full((2,), 0.01))
-        pre, post = torch.full((n_streams,), -math.log(n_streams - 1)), torch.zeros(n_streams)
-        self.bias = nn.Parameter(torch.cat((pre, post)))
+        pre, post = [-math.log(n_streams - 1)] * n_streams, [0.0] * n_streams
+        self.bias = nn.Parameter(torch.tensor(pre + post))
 
     def weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre [B, T, n], post [B, T, n] and the identity [n, n], in at least float32."""
