@@ -3437,6 +3437,7 @@ MAIN_NEIGHBOURS = {  # files beside this one, and the command that prints what t
     "whiteboard.py": "practice.py answer",
     "whiteboard/*.py": "practice.py answer",
     "after_2025.py": "after_2025.py --show",
+    "after_2026.py": "after_2026.py --show",
 }
 
 
