@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from judge.answers import answer_source, parts_of
@@ -58,8 +59,20 @@ def differences(answer: Outcomes, other: Outcomes) -> Iterator[tuple[int, Differ
 
 
 def same_in(i: int, one: Outcomes, other: Outcomes) -> bool:
-    """Whether two give the same in a case."""
-    return first_difference(one[i], other[i], one.cases[i].how) is None
+    """Whether two give the same in a case; a gradient that is not there counts as zero."""
+    a, b = one[i], other[i]
+    how = one.cases[i].how
+    return first_difference(with_zeros(a, b), with_zeros(b, a), how) is None
+
+
+def with_zeros(outcome: dict[str, object], other: dict[str, object]) -> dict[str, object]:
+    """An outcome whose missing gradients are zeros of the other's shapes."""
+    return {
+        key: torch.zeros_like(other[key])
+        if value is None and torch.is_tensor(other.get(key))
+        else value
+        for key, value in outcome.items()
+    }
 
 
 def behaves_as(mistake: Outcomes, other: Outcomes, order: Iterable[int]) -> bool:
