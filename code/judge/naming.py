@@ -128,10 +128,12 @@ def returns_anything(theirs: Outcomes) -> bool:
     return any("raised" not in theirs[i] for i in range(len(theirs.cases)))
 
 
-def nearness(mistake: Outcomes, theirs: Outcomes) -> int:
-    """The size of the largest gap in decades: of two mistakes that fit, which is nearer."""
-    gaps = [largest_gap(mistake[i], theirs[i]) for i in range(len(theirs.cases))]
-    return math.floor(math.log10(max(gaps) + 1e-9))
+def nearness(mistake: Outcomes, theirs: Outcomes) -> tuple[bool, int]:
+    """Of two mistakes that fit, which is nearer: without NaN passed over, then by decades."""
+    cases, places = theirs.cases, range(len(theirs.cases))
+    strict = all(first_difference(mistake[i], theirs[i], cases[i].how) is None for i in places)
+    gaps = [largest_gap(mistake[i], theirs[i]) for i in places]
+    return not strict, math.floor(math.log10(max(gaps) + 1e-9))
 
 
 def nearest_mistake(name: str, theirs: Outcomes, order: list[int]) -> Mistake | None:
@@ -144,9 +146,7 @@ def nearest_mistake(name: str, theirs: Outcomes, order: list[int]) -> Mistake | 
     return min(fitting)[2] if fitting else None
 
 
-def explained_results(
-    answer: dict, mistake: dict, theirs: dict, how: Expectation
-) -> list[object]:
+def explained_results(answer: dict, mistake: dict, theirs: dict, how: Expectation) -> list[object]:
     """The results that are wrong as a mistake makes them wrong."""
     if any(problem_of(one) is not None for one in (answer, mistake, theirs)):
         return []
