@@ -93,7 +93,8 @@ def arrays_case(
 
     call = ", ".join(f"{k}{argument_as_shown(v)}" for k, v in arguments.items())
     letters = {size: letter for letter, size in sizes.items()}
-    return Case(f"{name}({call}){more}", run, Expectation(letters, close), inputs=arguments)
+    how, whole = Expectation(letters, close), "lse" in arguments
+    return Case(f"{name}({call}){more}", run, how, inputs=arguments, independent=not whole)
 
 
 def cross_entropy_cases() -> list[Case]:
