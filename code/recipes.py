@@ -2,7 +2,6 @@
 
     python3 code/recipes.py                  layers, width, parameters, active, cache of a token
     python3 code/recipes.py "Mixtral 8x7B"   how it is composed, what each part holds and costs
-    python3 code/recipes.py --markdown       the recipe tables of the notes (§8.1)
 
 RECIPES["Mixtral 8x7B"].build() is the model at its real size; under torch.device("meta") it takes
 no memory. These are the functions, not the files: released weights load after a conversion. Gemma
@@ -1182,11 +1181,31 @@ FRONT_MODELS = [
     "gpt-oss 120b",
 ]
 TABLES = {  # title: column: alignment, as the notes have them
-    "norms and biases": {"Topology": "---", "Norm": "---", "eps": "--:", "Biases": "---"},
-    "positions and windows": dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
-    "attention": {"Sharing": "---", "Heads q / kv": "--:", "head_dim": "--:", "Extras": "---"},
-    "FFN and experts": {"FFN": "---", "d_ff": "---", "d_ff / d_model": "--:", "Experts": "---"},
-    "shell": {"Layers": "--:", "d_model": "--:", "Vocabulary": "--:", "Tied": "---"},
+    "norms, biases, tying": {
+        "Topology": "---",
+        "Norm": "---",
+        "eps": "--:",
+        "Biases": "---",
+        "Tied": "---",
+    },
+    "vocabulary, positions, windows": {
+        "Vocabulary": "--:",
+        **dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
+    },
+    "layers and attention": {
+        "Layers": "--:",
+        "Sharing": "---",
+        "Heads q / kv": "--:",
+        "head_dim": "--:",
+        "Extras": "---",
+    },
+    "width, FFN, experts": {
+        "d_model": "--:",
+        "FFN": "---",
+        "d_ff": "---",
+        "d_ff / d_model": "--:",
+        "Experts": "---",
+    },
 }
 
 
@@ -1387,23 +1406,12 @@ def main(argv: list[str] | None = None) -> int:
         epilog='names: "Llama-3 8B", "gpt-oss 20b", ... in any case; without one, all are listed',
     )
     parser.add_argument("name", nargs="*", help="a model of the table")
-    parser.add_argument("--markdown", action="store_true", help="the recipe tables of the notes")
     options = parser.parse_args(argv)
     wanted = " ".join(options.name)
     known = {name.casefold(): name for name in ROWS}
-    if options.markdown and wanted:
-        parser.error("--markdown prints all models and takes no name")
     if wanted and wanted.casefold() not in known:
         parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
-    if options.markdown:
-        tables = [f"Recipe: {title}\n\n{markdown_table(c)}" for title, c in TABLES.items()]
-        tables += [
-            f"Recipe: {title}\n\n{markdown_table(columns, RECIPES_2026, cells_2026)}"
-            for title, columns in TABLES_2026.items()
-        ]
-        text = "\n\n".join([markdown_table(FRONT, FRONT_MODELS), *tables])
-    else:
-        text = details(known[wanted.casefold()]) if wanted else overview()
+    text = details(known[wanted.casefold()]) if wanted else overview()
     try:
         print(text, flush=True)
     except BrokenPipeError:  # the reader has seen enough

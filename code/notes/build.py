@@ -5,29 +5,29 @@
     python code/notes/build.py quotes links     only these kinds; so with --check
 
 quotes      The fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that
-            definition of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of
+            definition of the script. Under `<!-- snippet: whiteboard.Name -->` it is an answer of
             whiteboard/ with all it needs from its file.
 benchmark   A figure before `<!-- row -->` is the ratio of that row of code/benchmarks/results.md; a
             table under `<!-- benchmark: row ... -->` has such rows whole.
 recipes     The table under `<!-- recipes: title -->` is what the models of recipes.py show.
-faults      Between the two marks `faults`, and `classics`, stands what the demos say of each fault
-            of planted_faults.py: all are planted, which takes half a minute.
-judge       Between `<!-- judge: table -->` and `<!-- /judge -->` stands what the judge says of
-            planted faults and of right answers in other styles: measured, in minutes.
+faults      Between the two marks `classics` stands what the demos say of twelve faults of
+            faults.txt: they are planted.
 links       Between the two marks `links` stand the targets of [§N], [Dnn], [Qn] and [arXiv:id].
 """
 
 import argparse
-import ast
 import itertools
 import re
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "code"))
+
+import transformer_block as tb  # noqa: E402, the path comes first
+
+from judge.notes import section_of  # noqa: E402
 
 NOTES = ROOT / "transformer_block_tutorial.md"
 README = ROOT / "README.md"
@@ -37,8 +37,7 @@ SNIPPET = re.compile(r"(<!-- snippet: ([\w.]+) -->\n```python\n)(.*?)\n?```", re
 BENCHMARK = re.compile(r"(<!-- benchmark: ([^>]+) -->\n)((?:\|.*\n)*)")
 FIGURE = re.compile(r"\d+\.\d+(<!-- ([a-z0-9-]+) -->)")
 RECIPES = re.compile(r"(<!-- recipes: ([^>]+) -->\n)((?:\|.*\n)*)")
-FAULTS = re.compile(r"(<!-- (faults|classics) -->\n\n).*?(?=\n\n<!-- /\2 -->)", re.S)
-JUDGE = re.compile(r"(<!-- judge: (\w+) -->\n\n).*?(?=\n\n<!-- /judge -->)", re.S)
+FAULTS = re.compile(r"(<!-- classics -->\n\n).*?(?=\n\n<!-- /classics -->)", re.S)
 LINKS = re.compile(r"(<!-- links: [^>]*-->\n).*?(?=\n<!-- /links -->)", re.S)
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 LABEL = re.compile(r"§\d+(?:\.\d+)?|[DQ]\d+|arXiv:\d{4}\.\d{5}")
@@ -67,20 +66,6 @@ def slugs(text: str) -> dict[str, str]:
     return result
 
 
-def section_of(text: str, number: str) -> str:
-    """The section "5.2" with its heading, to the next of its level or above, or ""."""
-    lines, found, level = text.split("\n"), [], 0
-    for line, plain in zip(lines, prose(text).split("\n")):  # a # in a code block is no heading
-        heading = re.match(r"(#+) §?(\S*)", plain)
-        if heading and level and len(heading[1]) <= level:
-            break
-        if heading and heading[2] == number:
-            level = len(heading[1])
-        if level:
-            found.append(line)
-    return "\n".join(found)
-
-
 def phrases_of(text: str, number: str) -> str:
     """section_of in one line, to look phrases up in: white space and line breaks do not matter."""
     section = section_of(text, number)
@@ -96,7 +81,10 @@ def cells_of(row: str) -> list[str]:
 
 
 def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
-    """The tables of models in the notes by their title: {title: {model: {column: cell}}}."""
+    """The tables of models in the notes by their title: {title: {model: {column: cell}}}.
+
+    The front one has twelve models, those of 2025 and 2026 have their own, the others have all.
+    """
     tables = {}
     for _, title, table in RECIPES.findall(text):
         (_, *columns), _, *rows = map(cells_of, table.strip().split("\n"))
@@ -107,11 +95,12 @@ def recipe_tables(text: str) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def recipe_cells(text: str) -> dict[str, dict[str, str]]:
-    """{model: {column: cell}} over all of them but the one in front."""
+    """{model: {column: cell}} over the tables that have all models."""
     models: dict[str, dict[str, str]] = {}
     for title, table in recipe_tables(text).items():
-        for model, cells in table.items() if title != "front" else ():
-            models.setdefault(model, {}).update(cells)
+        if title != "front" and not title.endswith("2025 and 2026"):
+            for model, cells in table.items():
+                models.setdefault(model, {}).update(cells)
     return models
 
 
@@ -120,44 +109,23 @@ def recipe_cells(text: str) -> dict[str, dict[str, str]]:
 # =============================================================================================
 
 
-class Quoted:
-    """The definitions of one file of code/."""
-
-    def __init__(self, name: str):
-        path = ROOT / "code" / name
-        self.source = path.read_text(encoding="utf-8")
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        body = ast.parse(self.source).body
-        self.nodes = {node.name: node for node in body if isinstance(node, kinds)}
-
-    def definition(self, name: str) -> str:
-        """The source of a definition or method, without indentation."""
-        node = self.nodes[name.partition(".")[0]]
-        if "." in name:
-            method = name.partition(".")[2]
-            node = next(sub for sub in node.body if getattr(sub, "name", "") == method)
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        lines = self.source.split("\n")[first - 1 : node.end_lineno]  # with a comment at the end
-        return textwrap.dedent("\n".join(lines))
-
-    def with_all(self, name: str) -> str:
-        """A definition behind all that it needs from its file, in the order of the file."""
-        seen, todo = {name}, [name]
-        while todo:
-            node = self.nodes[todo.pop()]
-            used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-            todo += [other for other in self.nodes if other in used - seen]
-            seen.update(todo)
-        return "\n\n".join(self.definition(other) for other in self.nodes if other in seen)
-
-
-SCRIPT, WHITEBOARD = Quoted("transformer_block.py"), Quoted("whiteboard/blocks.py")
+SUBJECTS = ("blocks", "gradients", "training", "tokens", "after")
+SCRIPT = (ROOT / "code" / "transformer_block.py").read_text(encoding="utf-8")
+ANSWERS = [
+    (ROOT / "code" / "whiteboard" / f"{subject}.py").read_text(encoding="utf-8")
+    for subject in SUBJECTS
+]
+DEFINITIONS = {text: tb.main_definitions(text)[0] for text in (SCRIPT, *ANSWERS)}
 
 
 def quote(name: str) -> str:
     """What stands under `<!-- snippet: name -->`."""
-    file, _, rest = name.partition(".")
-    return WHITEBOARD.with_all(rest) if file == "whiteboard" else SCRIPT.definition(name)
+    file, _, answer = name.partition(".")
+    if file != "whiteboard":
+        return DEFINITIONS[SCRIPT][name][0].rstrip("\n")
+    text = next(text for text in ANSWERS if answer in DEFINITIONS[text])
+    source = tb.main_source([answer], text).partition("\n\n\n")[2]  # without the imports
+    return re.sub(r"\n{3,}", "\n\n", source).rstrip("\n")
 
 
 def benchmark_row(row: str) -> list[str]:
@@ -198,7 +166,7 @@ def link_targets(text: str) -> str:
 
 def recipe_table(title: str) -> str:
     """One of the tables of models; front is the one with twelve of them."""
-    import recipes  # noqa: PLC0415, it brings torch, which the other kinds do without
+    import recipes  # noqa: PLC0415, the other kinds do without
 
     if title == "front":
         return recipes.markdown_table(recipes.FRONT, recipes.FRONT_MODELS) + "\n"
@@ -208,19 +176,11 @@ def recipe_table(title: str) -> str:
     return recipes.markdown_table(recipes.TABLES[title]) + "\n"
 
 
-def fault_table(name: str) -> str:
-    """What the demos say of all planted faults, or of the classics."""
+def fault_table() -> str:
+    """What the demos say of the classics among the planted faults."""
     from notes import planted_faults  # noqa: PLC0415, it brings torch
 
-    return {"faults": planted_faults.table, "classics": planted_faults.classics}[name]()
-
-
-def judge_table(name: str) -> str:
-    """What the judge says of planted faults, or of right answers in other styles."""
-    sys.path.insert(0, str(ROOT / "code" / "tests" / "judge"))
-    import test_practice  # noqa: PLC0415, it measures, and brings torch
-
-    return test_practice.TABLES[name]()
+    return planted_faults.classics()
 
 
 def with_benchmark(text: str) -> str:
@@ -232,8 +192,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "quotes": lambda text: SNIPPET.sub(lambda m: f"{m[1]}{quote(m[2])}\n```", text),
     "benchmark": with_benchmark,
     "recipes": lambda text: RECIPES.sub(lambda m: m[1] + recipe_table(m[2]), text),
-    "faults": lambda text: FAULTS.sub(lambda m: m[1] + fault_table(m[2]), text),
-    "judge": lambda text: JUDGE.sub(lambda m: m[1] + judge_table(m[2]), text),
+    "faults": lambda text: FAULTS.sub(lambda m: m[1] + fault_table(), text),
     "links": lambda text: LINKS.sub(lambda m: f"{m[1]}{link_targets(text)}\n", text),
 }
 

@@ -23,6 +23,9 @@ from typing import NamedTuple
 import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "transformer_block.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import transformer_block as tb  # noqa: E402, the path comes first
 
 
 class Fault(NamedTuple):
@@ -154,13 +157,9 @@ def explain(fault: Fault) -> str:
 
 def fault_named(parser: argparse.ArgumentParser, name: str) -> Fault:
     """The fault of that name, in any case; an error with the nearest names, or all of them."""
-    if name.lower() in BY_NAME:
-        return BY_NAME[name.lower()]
-    word = name.lower()
-    near = [known for known in BY_NAME if len(word) > 2 and word in known]
-    near += difflib.get_close_matches(word, BY_NAME)
-    hint = f"nearest: {', '.join(dict.fromkeys(near))}" if near else f"known: {', '.join(BY_NAME)}"
-    parser.error(f"unknown fault {name}; {hint}")
+    if name.lower() not in BY_NAME:
+        tb.main_unknown(parser, "fault", name, BY_NAME)
+    return BY_NAME[name.lower()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,18 +172,20 @@ def main(argv: list[str] | None = None) -> int:
         "names", nargs="*", metavar="NAME", help="faults: their change and what the demos then say"
     )
     parser.add_argument("--list", action="store_true", help="the names and what one would see")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    options = parser.parse_args(argv)
-    chosen = list(dict.fromkeys(fault_named(parser, name) for name in options.names))
-    if chosen and options.list:
-        parser.error("names and --list exclude each other")
-    torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
-    if options.list:
-        width = max(map(len, BY_NAME))
-        print("\n".join(f"{fault.name:{width}}  {fault.symptom}" for fault in FAULTS))
-    else:
-        print("\n\n".join(map(explain, chosen)) or table())
-    return 0
+
+    def answer(options: argparse.Namespace) -> int:
+        chosen = list(dict.fromkeys(fault_named(parser, name) for name in options.names))
+        if chosen and options.list:
+            parser.error("names and --list exclude each other")
+        torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
+        if options.list:
+            width = max(map(len, BY_NAME))
+            print("\n".join(f"{fault.name:{width}}  {fault.symptom}" for fault in FAULTS))
+        else:
+            print("\n\n".join(map(explain, chosen)) or table())
+        return 0
+
+    return tb.main_program(parser, argv, answer)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ DECODERS = {
     ),
 }
 
+LAYERS_2017 = {
+    "encoder": lambda: tb.VanillaEncoderLayer2017(D, 4, D_FF),
+    "seq2seq": lambda: tb.VanillaSeq2SeqDecoderLayer2017(D, 4, D_FF),
+}
+
 
 def randomised(module: nn.Module, std: float = 0.5) -> nn.Module:
     """The module in float64, every parameter drawn anew: fresh norms are 1, fresh biases 0."""

@@ -431,7 +431,6 @@ def test_a_later_model_says_what_it_caches_and_its_parts_add_up(run, name):
         (["gptoss"], ["gpt-oss 20b", "gpt-oss 120b"]),
         (["llama-3"], ["Llama-3 8B"]),
         (["zzz"], ["GPT-2 XL", "gpt-oss 120b"]),
-        (["--markdown", "Phi-2"], ["--markdown"]),
     ],
 )
 def test_wrong_names_get_the_nearest(arguments, words, capsys):

@@ -41,7 +41,7 @@ def notebook():
     ]
     cells[4] = "import os\n" + cells[4]
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = NotebookClient(made, timeout=300, kernel_name="python3")
+    client = NotebookClient(made, timeout=None, kernel_name="python3")
     client.execute()
     return made.cells
 

@@ -12,7 +12,7 @@ import reference
 import torch
 import torch.nn.functional as F
 import transformer_block as tb
-from blocks import COS, DECODERS, SIN, D, decoder, randomised, run
+from blocks import COS, DECODERS, LAYERS_2017, SIN, D, decoder, randomised, run
 from torch import nn
 
 PATHS = pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
@@ -324,17 +324,11 @@ def test_memory_has_its_own_mask(T, S):
     assert rows_moved(x_change=2) == [t >= 2 for t in range(T)]
 
 
-ENCODER_DECODER = {
-    "encoder": lambda: tb.VanillaEncoderLayer2017(D, 4, 10),
-    "seq2seq": lambda: tb.VanillaSeq2SeqDecoderLayer2017(D, 4, 10),
-}
-
-
 @pytest.mark.parametrize("B", [1, 2, 4, 5])  # also B = G, B = H and B = T
-@pytest.mark.parametrize("kind", [*DECODERS, *ENCODER_DECODER])
+@pytest.mark.parametrize("kind", [*DECODERS, *LAYERS_2017])
 def test_padding_reaches_no_real_row(kind, B):
     x = torch.randn(B, 5, D).double()
-    module = decoder(kind) if kind in DECODERS else randomised(ENCODER_DECODER[kind]())
+    module = decoder(kind) if kind in DECODERS else randomised(LAYERS_2017[kind]())
     keep = (torch.arange(5)[None] + torch.arange(B)[:, None]) % 4 != 1
     changed = torch.where(keep[..., None], x, x + 3)
 

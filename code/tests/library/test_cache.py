@@ -9,10 +9,19 @@ import pytest
 import reference
 import torch
 import transformer_block as tb
-from blocks import COS, DECODERS, SIN, D, V, attention, latent, run
-from blocks import LATENT as MLA
-from blocks import decoder as make
-from blocks import language_model as make_lm
+from blocks import (
+    COS,
+    DECODERS,
+    LATENT,
+    SIN,
+    D,
+    V,
+    attention,
+    decoder,
+    language_model,
+    latent,
+    run,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -65,7 +74,7 @@ def causal(start, end, window=None):
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
 def test_any_split_is_the_full_pass(kind, data, lengths, mode):
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    block = make(kind, *data.draw(st.sampled_from(HEADS[:2] if kind == "parallel" else HEADS)))
+    block = decoder(kind, *data.draw(st.sampled_from(HEADS[:2] if kind == "parallel" else HEADS)))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
     window = data.draw(st.sampled_from([None, None, 1, 2, 3]))
     padding = torch.rand(B, T) < 0.7 if data.draw(st.booleans()) else None
@@ -85,7 +94,7 @@ def test_any_split_is_the_full_pass(kind, data, lengths, mode):
 @given(data=st.data(), lengths=splits(), mode=st.sampled_from(list(MODES)))
 def test_any_split_through_the_model(data, lengths, mode):
     windows = data.draw(st.sampled_from([None, [2, None], [1, 3]]))
-    model = make_lm(windows=windows, logit_softcap=data.draw(st.sampled_from([None, 3.0])))
+    model = language_model(windows=windows, logit_softcap=data.draw(st.sampled_from([None, 3.0])))
     B, T = data.draw(st.integers(1, 3)), sum(lengths)
     ids = torch.randint(0, V, (B, T))
     padding = torch.rand(B, T) < 0.7 if data.draw(st.booleans()) else None
@@ -101,8 +110,7 @@ def test_any_split_through_the_model(data, lengths, mode):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_chunks_in_other_modes(kind):
-    torch.manual_seed(0)
-    block, x = make(kind), torch.randn(2, 6, D).double()
+    block, x = decoder(kind), torch.randn(2, 6, D).double()
     full = run(block, x)
     for modes in (("inference", "grad", "no_grad"), ("no_grad", "inference", "grad")):
         cache, outs = tb.KVCache(), []
@@ -114,7 +122,6 @@ def test_chunks_in_other_modes(kind):
 
 @pytest.mark.parametrize("lengths", [[6], [1] * 6, [4, 2], [2, 0, 3, 1]])
 def test_cached_keys_and_values(lengths):
-    torch.manual_seed(0)
     attn = attention(4, 2, qk_norm=True, bias=True).double()
     nn.init.normal_(attn.k_norm.weight)
     x, cache = torch.randn(2, 6, D).double(), tb.KVCache()
@@ -135,7 +142,6 @@ def test_cached_keys_and_values(lengths):
 
 @pytest.mark.parametrize("lengths", [[6], [1] * 6, [4, 2]])
 def test_cached_latent_and_key(lengths):
-    torch.manual_seed(0)
     attn = latent().double()
     nn.init.normal_(attn.kv_norm.weight)
     x, cache = torch.randn(2, 6, D).double(), tb.KVCache()
@@ -145,7 +151,7 @@ def test_cached_latent_and_key(lengths):
 
     in_chunks(step, x, lengths, "no_grad")
     widths = cache.k.shape[-1] + cache.v.shape[-1]
-    assert widths == MLA["kv_rank"] + MLA["rope_dim"]
+    assert widths == LATENT["kv_rank"] + LATENT["rope_dim"]
     assert cache.k.shape[:3] == (2, 1, 6)
     p = {name: w.numpy() for name, w in attn.state_dict().items()}
     stored = torch.cat((cache.k, cache.v), dim=-1)[:, 0].numpy()
@@ -166,15 +172,16 @@ def test_latent_step_expands_no_keys():
             with FlopCounterMode(display=False) as counter:
                 attn(torch.randn(1, 1, D), cos=COS, sin=SIN, kv_cache=cache)
         work.append(counter.get_total_flops())
-    a_key = 2 * 4 * (MLA["kv_rank"] + MLA["rope_dim"]) + 2 * 4 * MLA["kv_rank"]  # score, sum
+    a_key = (
+        2 * 4 * (LATENT["kv_rank"] + LATENT["rope_dim"]) + 2 * 4 * LATENT["kv_rank"]
+    )  # score, sum
     assert work[1] - work[0] == 12 * a_key
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2], [2, 0, 1, 2]])
 def test_gradients_through_chunks(kind, lengths):
-    torch.manual_seed(0)
-    block, x = make(kind), torch.randn(2, 5, D).double().requires_grad_()
+    block, x = decoder(kind), torch.randn(2, 5, D).double().requires_grad_()
     weighting, cache = torch.randn(2, 5, D).double(), tb.KVCache()
 
     def step(part):
@@ -192,7 +199,7 @@ def test_gradients_through_chunks(kind, lengths):
 
 @pytest.mark.parametrize("lengths", [[5], [1] * 5, [3, 2]])
 def test_model_gradients_through_chunks(lengths):
-    model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
+    model, ids = language_model(windows=[2, None]), torch.arange(10).view(2, 5)
     caches = model.new_caches()
 
     def step(part):
@@ -362,7 +369,6 @@ def test_buffer_of_inference_mode(max_len, outside):
 @pytest.mark.parametrize("after", ["no_grad", "inference"])
 def test_backward_after_truncate(max_len, before, after):
     """What autograd has saved of a step must not be written over by a later one."""
-    torch.manual_seed(0)
     attn, cache = tb.MultiHeadAttention(D, 4, 2).double(), tb.KVCache(max_len)
     past, x = torch.randn(1, 2, D).double(), torch.randn(1, 2, D).double().requires_grad_()
     with MODES[before]():
@@ -418,8 +424,7 @@ def test_copies_with_a_graph():
 
 
 def test_truncate_forgets_the_rest():
-    torch.manual_seed(0)
-    block, x = make("modern"), torch.randn(2, 6, D).double()
+    block, x = decoder("modern"), torch.randn(2, 6, D).double()
     with torch.no_grad():
         cache = tb.KVCache()
         run(block, x[:, :3], kv_cache=cache)
@@ -468,8 +473,7 @@ def failing(module):
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_block_that_raises_keeps_rows(kind, filled, mode):
-    torch.manual_seed(0)
-    block, cache, x = make(kind), tb.KVCache(), torch.randn(2, 5, D).double()
+    block, cache, x = decoder(kind), tb.KVCache(), torch.randn(2, 5, D).double()
     full, start, raised = run(block, x), 2 * filled, 0
     with MODES[mode]():
         if filled:
@@ -496,7 +500,7 @@ def test_model_whose_attend_raises(layer, error, mode):
     def interrupted(*_args, **_options):
         raise error
 
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     caches, full = [tb.KVCache(6), tb.KVCache()], model(ids)
     with MODES[mode]():
         model(ids[:, :3], kv_caches=caches)
@@ -512,7 +516,7 @@ def test_model_whose_attend_raises(layer, error, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("filled", [False, True])
 def test_model_that_raises_anywhere(filled, mode):
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     parts = [m for m in model.modules() if m is not model and not isinstance(m, nn.ModuleList)]
     caches, full = model.new_caches(), model(ids)
     with MODES[mode]():
@@ -587,7 +591,7 @@ def test_loaded_in_inference_mode(load, outside, max_len, tmp_path):
 @pytest.mark.parametrize("past", [0, 3])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_cached_forward_not_recomputed(kind, past, reentrant):
-    block, cache = make(kind), tb.KVCache()
+    block, cache = decoder(kind), tb.KVCache()
     x = torch.randn(2, 3 + past, D, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
         run(block, x[:, :past], kv_cache=cache)
@@ -602,7 +606,7 @@ def test_cached_forward_not_recomputed(kind, past, reentrant):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_model_recomputed_without_caches(reentrant):
-    lm, ids = make_lm(), torch.randint(0, V, (2, 4))
+    lm, ids = language_model(), torch.randint(0, V, (2, 4))
     caches, x = lm.new_caches(), torch.ones(2, 4, D, dtype=torch.float64, requires_grad=True)
 
     def call(x, **options):
@@ -631,7 +635,7 @@ def test_failed_attend_keeps_nothing(part, filled, error, mode):
         raise error
 
     if part == "latent":
-        attn = tb.MultiHeadLatentAttention(D, 4, **MLA)
+        attn = latent()
     else:
         attend = tb.SinkAttention(4) if part == "sinks" else tb.attend
         attn = attention(4, 2, attend=attend)

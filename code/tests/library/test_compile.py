@@ -40,18 +40,8 @@ BLOCKS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Two gain nothing at these sizes, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch.manual_seed(0)
     torch.compiler.reset()
     yield
     torch.compiler.reset()

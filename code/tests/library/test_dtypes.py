@@ -11,6 +11,7 @@ from blocks import (
     COS,
     D_FF,
     DECODERS,
+    LAYERS_2017,
     SIN,
     D,
     attention,
@@ -57,9 +58,9 @@ OTHERS = {
     "dense": (lambda: tb.DenseFFN(D, D_FF, bias=True), lambda m, x: m(x)),
     "gated": (lambda: tb.GatedFFN(D, D_FF, bias=True), lambda m, x: m(x)),
     "moe": (lambda: tb.MoEFFN(D, D_FF), lambda m, x: m(x)),
-    "encoder": (lambda: tb.VanillaEncoderLayer2017(D, 4, D_FF), lambda m, x: m(x, KEEP)),
+    "encoder": (LAYERS_2017["encoder"], lambda m, x: m(x, KEEP)),
     "seq2seq": (
-        lambda: tb.VanillaSeq2SeqDecoderLayer2017(D, 4, D_FF),
+        LAYERS_2017["seq2seq"],
         lambda m, x: m(x, x[:, 1:] * 0.5, key_padding_mask=KEEP),
     ),
 }
@@ -168,7 +169,6 @@ def test_autocast_of_the_model():
 @pytest.mark.parametrize("keep", [None, torch.tensor([[1, 0, 1]]).bool()])
 def test_scaled_scores_do_not_overflow(path, keep):
     """40 * 40 * 64 is past 65504, an eighth of it is not."""
-    torch.manual_seed(0)
     q = torch.full((1, 2, 3, 64), 40.0).half().requires_grad_()
     k = torch.full((1, 1, 3, 64), 40.0).half()
     v = torch.randn(1, 1, 3, 4).half()
@@ -356,18 +356,13 @@ def test_copies_after_a_forward(kind):
 
 
 def test_copies_of_the_model():
-    model = language_model(make_block=lambda layer: make_moe_block(), windows=[2, None])
+    model = language_model(make_block=lambda _: DECODERS["modern mla moe"](3, 1), windows=[2, None])
     ids = torch.arange(10).view(2, 5)
     wanted = model(ids)
     for other in duplicates(model):
         assert torch.equal(other(ids), wanted)
         assert other.lm_head is None
         assert other.embedding.weight is not model.embedding.weight
-
-
-def make_moe_block():
-    attn = tb.MultiHeadAttention(D, 3, 1, rope=True)
-    return tb.ModernDecoderBlock(D, attn=attn, ffn=tb.MoEFFN(D, D_FF))
 
 
 def test_moe_statistics_in_a_copy():

@@ -10,10 +10,9 @@ import reference
 import torch
 import torch.nn.functional as F
 import transformer_block as tb
+from blocks import DECODERS, randomised
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 V, D, LAYERS, H, G, D_FF, MAX_LEN = 19, 12, 2, 3, 1, 10, 24
 HEAD_DIM = D // H
@@ -24,11 +23,7 @@ def make(seed=0, std=0.5, **options):
     """A model in float64, every parameter drawn anew with std."""
     torch.manual_seed(seed)
     options = {"max_len": MAX_LEN} | options
-    model = tb.DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=std)
-    return model
+    return randomised(tb.DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options), std)
 
 
 def padded(prompts):
@@ -39,25 +34,14 @@ def padded(prompts):
     return torch.tensor(ids), torch.tensor(keep)
 
 
+# What make_block is, by name: each kind of block, and one with experts in every second layer.
 BLOCKS = {
-    "modern": lambda layer: tb.ModernDecoderBlock(D, H, G, D_FF),
-    "branch norm": lambda layer: tb.BranchNormDecoderBlock(D, H, G, D_FF),
-    "parallel": lambda layer: tb.ParallelDecoderBlock(D, H, G, D_FF),
-    "parallel rotated": lambda layer: tb.ParallelDecoderBlock(
-        D,
-        attn=tb.MultiHeadAttention(D, H, G, rope=True),
-        ffn=tb.GatedFFN(D, D_FF),
-        shared_norm=False,
-    ),
-    "latent": lambda layer: tb.ModernDecoderBlock(
-        D,
-        d_ff=D_FF,
-        attn=tb.MultiHeadLatentAttention(D, H, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2),
-    ),
-    "experts in every second layer": lambda layer: tb.ModernDecoderBlock(
-        D, H, G, D_FF, ffn=tb.MoEFFN(D, D_FF) if layer % 2 else None
-    ),
+    **{kind: lambda _, build=build: build(H, G) for kind, build in DECODERS.items()},
+    "every second with experts": lambda layer: DECODERS[
+        "modern mla moe" if layer % 2 else "modern"
+    ](H, G),
 }
+del BLOCKS["gpt2"]  # it takes no tables
 
 # =============================================================================================
 # Logits
@@ -198,7 +182,6 @@ def test_trains_after_inference_mode(what, device):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_narrow_integer_ids_are_ids(dtype):
     """A continuation or a vocabulary past the range of the dtype must not wrap around."""
-    torch.manual_seed(0)
     model = tb.DecoderOnlyLM(700, D, 1, H, G, D_FF, max_len=MAX_LEN)
     with torch.no_grad():
         model.embedding.weight[600] *= 100  # the likeliest token after itself
@@ -317,7 +300,6 @@ def test_tied_gradient_is_of_both_uses():
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_fresh_loss_is_near_ln_v(tie):
-    torch.manual_seed(0)
     model = tb.DecoderOnlyLM(997, 96, tie_embeddings=tie, max_len=64)
     weight = model.embedding.weight
     assert abs(weight.mean()) < 2e-4
@@ -334,7 +316,6 @@ def test_fresh_loss_is_near_ln_v(tie):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_loss_is_of_real_pairs(dtype):
-    torch.manual_seed(0)
     logits = (3 * torch.randn(3, 5, V)).to(dtype)
     ids = torch.randint(0, V, (3, 5))
     keep = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.bool)
@@ -709,7 +690,6 @@ def test_stream_works_step_by_step():
 
 
 def test_stream_keeps_its_own_tokens():
-    torch.manual_seed(0)
     model = tb.DecoderOnlyLM(50, 16, 2, 4, 2, 32, max_len=12, tie_embeddings=False)
     ids = torch.randint(50, (2, 4))
     expected, steps = model.generate(ids, 6)[:, 4:], model.stream(ids, 6)
@@ -834,7 +814,6 @@ def test_mask_shows_nothing_later():
 
 @pytest.mark.parametrize("padded_too", [False, True])
 def test_loss_of_the_answer_alone(padded_too):
-    torch.manual_seed(0)
     logits, ids = torch.randn(3, 6, V), torch.randint(0, V, (3, 6))
     predict, keep = torch.rand(3, 6) < 0.5, torch.ones(3, 6).bool()
     if padded_too:

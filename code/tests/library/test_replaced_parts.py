@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.nn.utils.parametrize
 import transformer_block as tb
+from blocks import randomised
 from torch import nn
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 V, D, H, G, D_FF, MAX_LEN = 31, 16, 4, 2, 24, 64
 IDS = torch.tensor([[5, 0, 30, 7, 7, 12, 1], [3, 9, 9, 2, 28, 4, 11]])
@@ -50,10 +49,7 @@ def make_lm(kind="modern", seed=0, **options):
     """A model in float64 with every parameter drawn, norms too."""
     torch.manual_seed(seed)
     lm = tb.DecoderOnlyLM(V, D, 2, H, G, D_FF, max_len=MAX_LEN, make_block=MODELS[kind], **options)
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter.normal_(std=0.5)
-    return lm.double()
+    return randomised(lm)
 
 
 def in_pieces(lm, ids, lengths=PIECES):
@@ -374,7 +370,6 @@ class Squared(nn.Linear):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("up", UPS)
 def test_pieces_with_any_kv_up(up, mode):
-    torch.manual_seed(0)
     mla, cache = latent_attention().double(), tb.KVCache()
     UPS[up](mla)
     x, (cos, sin) = torch.randn(2, 6, D).double(), tb.build_rope_cache(8, 4)
@@ -388,7 +383,6 @@ def test_pieces_with_any_kv_up(up, mode):
 
 
 def test_gradient_hooks_of_kv_up():
-    torch.manual_seed(0)
     mla, cache, seen = latent_attention().double(), tb.KVCache(), []
     mla.kv_up.register_full_backward_hook(lambda *_: seen.append(1))
     x, (cos, sin) = torch.randn(1, 5, D).double().requires_grad_(), tb.build_rope_cache(8, 4)
@@ -440,7 +434,6 @@ def test_default_rotation_width(builder):
 
 def test_all_of_a_wide_head_is_turned():
     """The logits of a shell without rope_dim equal its parts called with a table of width 8."""
-    torch.manual_seed(0)
     lm = tb.DecoderOnlyLM(V, D, 2, H, G, max_len=MAX_LEN, make_block=wide_block).double()
     cos, sin = tb.build_rope_cache(7, 8)
     x = lm.embedding(IDS)

@@ -5,15 +5,12 @@ import types
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from notes import build
 from notes import planted_faults as pf
 
 TEXT = build.NOTES.read_text(encoding="utf-8")
 DRILL = re.compile(r"^\*\*Drill (\d+)\.\*\* `([\w.]+)`\. .*?^</details>$", re.M | re.S)
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 
 class Drill(NamedTuple):

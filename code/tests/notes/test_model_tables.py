@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from judge.notes import section_of
 from notes import build
 
 NOTES = build.NOTES.read_text(encoding="utf-8")
@@ -994,10 +995,10 @@ def derived(name):
 
 
 def test_models_in_one_order():
-    tables = build.recipe_tables(NOTES)
-    assert len(tables.pop("front")) == 12 and len(tables) == 5
-    for title, rows in tables.items():
-        assert list(rows) == NAMES, f"table {title}"
+    assert list(build.recipe_cells(NOTES)) == NAMES
+    for title, rows in build.recipe_tables(NOTES).items():
+        if title != "front" and not title.endswith("2025 and 2026"):
+            assert list(rows) == NAMES, f"table {title}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -1052,7 +1053,7 @@ def test_a_wrong_cell_is_seen():
 
 
 def test_classes_named_after_2025():
-    part = build.section_of(NOTES, "7.6")
+    part = section_of(NOTES, "7.6")
     named = {
         name for name in re.findall(r"`([a-z0-9_]+)`", part) if hasattr(transformers.models, name)
     }

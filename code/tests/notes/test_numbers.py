@@ -16,7 +16,7 @@ import transformer_block as tb
 from notes import build
 
 NOTES = build.NOTES.read_text(encoding="utf-8")
-SOURCE = build.SCRIPT.source
+SOURCE = build.SCRIPT
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 

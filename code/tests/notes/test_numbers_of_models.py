@@ -261,6 +261,165 @@ def test_table_in_front():
         cells = [*row.values()]
         cells[3] = cells[3].replace("/", " / ")
         assert cells == [recipes()[model][column] for column in columns], model
+
+
+def test_tying_follows_the_family():
+    for family, ties in (("Llama", {"Llama-3.2 1B"}), ("Qwen", set())):
+        rows = {m: r for m, r in recipes().items() if m.startswith(family)}
+        assert {m for m, r in rows.items() if r["Tied"] == "yes"} == ties
+    always = [m for m in recipes() if m.startswith("Gemma")] + ["PaLM 540B", "Command-R 35B"]
+    assert all(recipes()[m]["Tied"] == "yes" for m in always)
+    stands("§10", f"Gemma-2 27B is tied at {100 * 256000 * 4608 / 27_227_128_320:.0f} %")
+
+
+def test_ratio_column_and_its_range():
+    for model, r in recipes().items():
+        assert r["d_ff / d_model"] == f"{number(r['d_ff']) / number(r['d_model']):.2f}", model
+    ratio = {
+        m: float(r["d_ff / d_model"])
+        for m, r in recipes().items()
+        if "GLU" in r["FFN"] and r["Experts"] == "-"
+    }
+    assert min(ratio.values()) == ratio["Llama-1 7B"] == 2.69 and max(ratio.values()) == 8.0
+    assert {m for m in ratio if ratio[m] == 8} == {"Gemma-1 2B", "Gemma-1 7B", "Gemma-2 27B"}
+    stands(
+        "§8",
+        "from 2.69 (Llama-1 7B) over 3.50 (Llama-3 8B) and 5.29 (Qwen2/2.5 7B) to 8.00",
+        "Llama-3 8B 3.50, Qwen2/2.5 7B 5.29",
+    )
+    assert (
+        ratio["Llama-3 8B"] == 3.5
+        and ratio["Qwen2/2.5 7B"] == 5.29
+        and recipes()["PaLM 540B"]["d_ff / d_model"] == "4.00"
+    )
+
+
+def test_gate_and_up_printed_together():
+    assert (
+        2 * number(recipes()["Gemma-1 2B"]["d_ff"]) == 32768
+        and 2 * number(recipes()["OLMo-2 7B"]["d_ff"]) == 22016
+    )
+    assert 4 * number(recipes()["PaLM 540B"]["d_model"]) == 73728 and 8 * 18432 // 3 == 49152
+    stands(
+        "§8",
+        "32,768 for the 2B where each matrix is 16,384",
+        "22,016 for 11,008",
+        "73,728 is real",
+        "49,152 are wrong",
+    )
+
+
+def test_scales():
+    for model, root in (("Gemma-2 27B", 144), ("Gemma-3 27B", 168)):
+        _, d, q, _, dh, *_ = sizes(model)
+        assert d // q == root and dh == 128
+        stands("§8", f"{model} " + ("uses " if root == 144 else "") + f"1/√{root}")
+    stands("§9", "divides by √144 instead of √128")
+
+
+def test_latent_against_heads():
+    elements = tb.kv_cache_elements
+    latent, mha, gqa, mqa = 512 + 64, elements(128, 128), elements(8, 128), elements(1, 128)
+    assert (
+        recipes()["DeepSeek-V3"]["Sharing"]
+        == recipes()["DeepSeek-V2"]["Sharing"]
+        == f"MLA, {latent} cached"
+    )
+    stands("§8", f"{latent} numbers against {gqa:,} for GQA with 8 heads and {mqa} for MQA")
+    stands(
+        "§9",
+        f"512 + 64 = {latent}",
+        f"MHA of that shape: {mha:,}, {mha / latent:.1f} times as much",
+        f"8 heads of 128: {gqa:,}. MQA: {mqa}",
+    )
+    stands(
+        "One-page",
+        f"| {latent} |",
+        f"MHA of that shape {mha:,}, {mha / latent:.1f} times",
+        f"| {mqa} |",
+    )
+    assert mqa < latent
+
+
+def test_teaching_attention():
+    mha, gqa = tb.attention_parameters(96, 8), tb.attention_parameters(96, 8, 2)
+    stands("§8", f"MHA's {mha:,} weights become {gqa:,}; the {2 * 96 * 96:,} of Q and O")
+    stands("§9", f"{mha:,}, and {gqa:,} with G = 2")
+    ffn = tb.ffn_parameters(96, 256, gated=True)
+    assert tb.ffn_parameters(96, 384, gated=False) == ffn
+    stands(
+        "§9",
+        f"{ffn:,} of {ffn + gqa:,} in the teaching block, {100 * ffn / (ffn + gqa):.0f} %",
+        f"both are {ffn:,} weights, with widths 384 and 256",
+    )
+    stands(
+        "One-page",
+        f"| {ffn + gqa:,} |",
+        f"{gqa:,} attention, {ffn:,} FFN",
+        f"| {100 * ffn / (ffn + gqa):.0f} % |",
+        f"| {mha:,} |",
+    )
+
+
+# ---------------------------------------------------------------- section 9
+
+
+def test_score_deviation():
+    stands("§9", f"{math.sqrt(128):.1f} at 128")
+    stands("One-page", f"| {math.sqrt(128):.1f} |")
+
+
+def test_vocabulary_shares():
+    total = {
+        "Llama-3.2 1B": 1_235_814_400,
+        "Gemma-3 1B": 999_885_952,
+        "Llama-3 8B": 8_030_261_248,
+        "Llama-3.1 405B": 405_853_388_800,
+    }
+    for model, n in total.items():
+        _L, d, *_, V = sizes(model)
+        share = 100 * V * d / n
+        text = f"{share:.1f}" if share < 1 else f"{share:.0f}"
+        stands("§10", f"| {model} | {V * d / 1e6:,.1f} M | {text} %")
+    assert round(100 * 128256 * 2048 / total["Llama-3.2 1B"]) == 21
+    stands("§9", "21 % of Llama-3.2 1B", "half a percent of Llama-3.1 405B")
+    stands("One-page", "| 21 % |")
+    untied = total["Llama-3.2 1B"] + 128256 * 2048
+    stands(
+        "§10",
+        f"would have {untied / 1e9:.2f} billion parameters instead of {total['Llama-3.2 1B'] / 1e9:.2f}",
+    )
+
+
+def test_llama_widths():
+    g = tb.gated_hidden_size
+    assert int(2 * 4 * 4096 / 3) == 10922 and g(4096, 256) == 11008 and g(4096, 1024, 1.3) == 14336
+    stands(
+        "§9",
+        "4,096 gives 10,922, then 11,008 with multiples of 256",
+        "With factor 1.3 and multiples of 1,024 the same d gives 14,336",
+    )
+    stands("One-page", "| 11,008 |")
+
+
+def test_cache_of_llama_2_70b():
+    L, _d, q, kv, dh, *_ = sizes("Llama-2 70B")
+    own, mha = tb.kv_cache_bytes(L, kv, dh, 4096), tb.kv_cache_bytes(L, q, dh, 4096)
+    stands("§9", f"{own / GIB:.2f} GiB; the same model as MHA would need {mha / GIB:.0f} GiB")
+    stands("One-page", f"| {own / GIB:.2f} GiB |", f"{mha / GIB:.0f} GiB if it were MHA")
+
+
+def test_where_scores_meet_weights():
+    # 2 FLOPs a weight = 4 S n_q_heads head_dim
+    assert 2 * 12 / 4 == 6
+    _L, d, q, kv, dh, h, _ = sizes("Llama-3 8B")
+    per_layer = tb.attention_parameters(d, q, kv) + tb.ffn_parameters(d, h, gated=True)
+    assert per_layer == 13 * d * d and q * dh == d
+    meet = 2 * per_layer / (4 * d)
+    stands("§9", "at S = 6d", f"Llama-3 8B has 13d² and meets at {meet / d} d = {meet:,.0f} keys")
+
+
+def test_gemma_merge_and_falcon_groups():
     _, d, q, _, dh, *_ = sizes("Gemma-1 7B")
     stands("§9", f"Gemma-1 7B: {q * dh:,} to {d:,}")
     q = sizes("Falcon 7B")[2]
@@ -270,16 +429,17 @@ def test_table_in_front():
 
 def test_questions_in_three_levels():
     text = NOTES
-    asked = [int(x) for x in re.findall(r"<summary>Q(\d+)\. ", text)]
+    summary = r"<summary><a id=\"q\d+\"></a>Q(\d+)\. "
+    asked = [int(x) for x in re.findall(summary, text)]
     assert asked == list(range(1, 63))
     text = text[text.index("## §9") : text.index("## §10")]
     levels = {"Level 1": (1, 10), "Level 2": (11, 27), "Level 3": (28, 30), "Also asked": (31, 62)}
     for title, (first, last) in levels.items():
         part = text[text.index(f"### {title}") :]
         part = part[: part.find("\n### ", 5)] if "\n### " in part[5:] else part
-        found = [int(x) for x in re.findall(r"<summary>Q(\d+)\. ", part)]
+        found = [int(x) for x in re.findall(summary, part)]
         assert found == list(range(first, last + 1)), title
-    answers = re.findall(r"<summary>Q(\d+)\..*?</summary>\n\n(.*?)\n\n</details>", text, re.S)
+    answers = re.findall(summary + r".*?</summary>\n\n(.*?)\n\n</details>", text, re.S)
     assert len(answers) == 62
     for which, answer in answers:
         if int(which) > 30:
@@ -461,12 +621,6 @@ def test_sheet_is_short():
             "of order $d \\sqrt{\\ln d}$ for Post-LN, at any depth, and smaller by √L for Pre-LN",
             "arXiv:2002.04745 Theorem 1",
         ),
-        (
-            "§10",
-            "Kimi K2 (61 layers, d_model 7,168, 64 heads, MLA, 384 + 1 experts, top-8)",
-            "MoonshotAI/Kimi-K2 README.md",
-        ),
-        ("§10", "1 trillion parameters, 32 billion active", "MoonshotAI/Kimi-K2 README.md"),
         ("§10", "a 70-billion model trained on 1.4 trillion tokens", "arXiv:2203.15556"),
         ("§10", "Llama-3 8B saw over 15 trillion", "meta-llama/llama3 MODEL_CARD.md"),
         ("§3", "Of the released Llama-2 models only the 70B has GQA", "arXiv:2307.09288"),

