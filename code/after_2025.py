@@ -13,13 +13,9 @@ T length, S cached and new keys, d d_model, H heads, d_h head_dim; masks are boo
 import argparse
 import ast
 import copy
-import difflib
 import itertools
 import math
-import os
 import sys
-import textwrap
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -1404,97 +1400,60 @@ def demo_A05(_device: str = "cpu") -> tuple[bool, str]:
 # =============================================================================================
 
 
-def main_demos() -> dict[str, Callable]:
-    return {name[5:]: f for name, f in globals().items() if name.startswith("demo_A")}
-
-
-def main_definitions(module: types.ModuleType) -> tuple[dict[str, tuple[str, ast.AST]], list]:
-    """Text and syntax tree of a module's definitions and methods by name; and its imports."""
-    file, spec = Path(module.__file__), module.__spec__
-    source = file.read_text("utf-8") if file.is_file() else spec.loader.get_source(spec.name)
-    lines, definitions, imports = source.splitlines(), {}, []
-    for node in ast.parse(source).body:
-        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
-                name = part.name if part is node else f"{node.name}.{part.name}"
-                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
-                text = textwrap.dedent("\n".join(lines[start - 1 : part.end_lineno]))
-                definitions[name] = text, part
-    return definitions, imports
-
-
-def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
-    """The named definitions with all they need, those of transformer_block.py first."""
-    (below, imports), (own, more) = map(main_definitions, (tb, sys.modules[__name__]))
-    helpers = "demo_", "check_", "reference_", "main"
-    known = {name.lower(): name for name in own if not name.startswith(helpers)}
-    for name in names:
-        if name.lower() not in known:
-            near = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
-            hints = [known[word] for word in near] or [n for n in known.values() if "." not in n]
-            parser.error(f"unknown name {name}; nearest or known: {', '.join(hints)}")
-    asked = [known[name.lower()] for name in names]
-    definitions = below | own
-
-    def used(name: str) -> set[str]:
-        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
-
-    needed, queue = set(), [name for name in asked if "." not in name]
-    while queue:
-        name = queue.pop()
-        if name not in needed:
-            needed.add(name)
-            queue += used(name) & definitions.keys()
-    words, header = set().union(*map(used, needed)), {}
-    for node in imports + [n for n in more if getattr(n, "module", "") != tb.__name__]:
-        for alias in node.names:
-            if (alias.asname or alias.name.partition(".")[0]) in words:
-                whole = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-                source = getattr(node, "module", None)
-                line = header.setdefault(f"from {source} import" if source else whole, set())
-                line.update({alias.name} if source else ())
-    lines = [" ".join([start, ", ".join(sorted(names))]).strip() for start, names in header.items()]
-    chosen = [n for n in definitions if n in needed] + [n for n in asked if "." in n]
-    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
-    return "\n\n\n".join((["\n".join(lines)] if lines else []) + texts) + "\n"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="after_2025.py", description="The operators of 2025 and 2026, small and proved."
-    )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="proofs to run (default: all)")
-    parser.add_argument("--list", action="store_true", help="a line for each proof")
-    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    options, demos = parser.parse_args(argv), main_demos()
+def main_answer(
+    parser: argparse.ArgumentParser,
+    demos: list[Callable],
+    texts: list[str],
+    closing: str,
+    options: argparse.Namespace,
+) -> int:
+    """Do what the options ask for; the exit status. texts are modules, that of the demos last."""
+    own = tb.main_definitions(texts[-1])[0]
+    demos = {demo.__name__[5:]: demo for demo in demos}
     ids = [name.upper() for name in options.ids]
     for name in ids:
         if name not in demos:
-            parser.error(f"unknown proof {name}; known: {', '.join(demos)}")
+            tb.main_unknown(parser, "proof", name, demos)
     asked = {"--list": options.list, "--show": options.show, "proof ids": ids}
     asked = [name for name, value in asked.items() if value]
     if len(asked) > 1:
         parser.error(f"{' and '.join(asked)} exclude each other: give one of them")
-    try:
-        if options.list:
-            own, _ = main_definitions(sys.modules[__name__])  # under -OO they have no docstrings
-            for name, demo in demos.items():
-                print(f"{name}  {ast.get_docstring(own[demo.__name__][1])}", flush=True)
-            return 0
-        if options.show:
-            print(main_source(parser, options.show), end="", flush=True)
-            return 0
-        closing = "" if ids else "all operators of 2025 and 2026 proved ✓"
-        return tb.main_run({name: demos[name] for name in ids or demos}, "cpu", closing)
-    except BrokenPipeError:  # the reader has gone, as in `… | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    if options.list:
+        for name, demo in demos.items():  # under -OO they have no docstrings
+            print(f"{name}  {ast.get_docstring(own[demo.__name__][1])}")
+        return 0
+    if options.show:
+        known = [name for name in own if not name.lower().startswith(tb.MAIN_TOOLS)]
+        known = {name.lower(): name for name in known}
+        for name in options.show:
+            if name.lower() not in known:
+                tb.main_unknown(parser, "name", name, known.values())
+        print(tb.main_source([known[name.lower()] for name in options.show], *texts), end="")
+        return 0
+    return tb.main_run({name: demos[name] for name in ids or demos}, "cpu", "" if ids else closing)
+
+
+def main_parser(file: str, about: str) -> argparse.ArgumentParser:
+    """What the files of operators take on their command lines."""
+    parser = argparse.ArgumentParser(prog=Path(file).name, description=about)
+    parser.add_argument("ids", nargs="*", metavar="ID", help="proofs to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="a line for each proof")
+    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
+    return parser
+
+
+def main_text() -> str:
+    """The text of this file."""
+    return tb.main_text(__file__, globals().get("__spec__"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks for; returns the exit status."""
+    demos = [demo_A01, demo_A02, demo_A03, demo_A04, demo_A05]
+    texts = [tb.main_text(tb.__file__, tb.__spec__), main_text()]
+    parser = main_parser(__file__, "The operators of 2025 and 2026, small and proved.")
+    closing = "all operators of 2025 and 2026 proved ✓"
+    return tb.main_program(parser, argv, partial(main_answer, parser, demos, texts, closing))
 
 
 if __name__ == "__main__":

@@ -1181,11 +1181,31 @@ FRONT_MODELS = [
     "gpt-oss 120b",
 ]
 TABLES = {  # title: column: alignment, as the notes have them
-    "norms and biases": {"Topology": "---", "Norm": "---", "eps": "--:", "Biases": "---"},
-    "positions and windows": dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
-    "attention": {"Sharing": "---", "Heads q / kv": "--:", "head_dim": "--:", "Extras": "---"},
-    "FFN and experts": {"FFN": "---", "d_ff": "---", "d_ff / d_model": "--:", "Experts": "---"},
-    "shell": {"Layers": "--:", "d_model": "--:", "Vocabulary": "--:", "Tied": "---"},
+    "norms, biases, tying": {
+        "Topology": "---",
+        "Norm": "---",
+        "eps": "--:",
+        "Biases": "---",
+        "Tied": "---",
+    },
+    "vocabulary, positions, windows": {
+        "Vocabulary": "--:",
+        **dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
+    },
+    "layers and attention": {
+        "Layers": "--:",
+        "Sharing": "---",
+        "Heads q / kv": "--:",
+        "head_dim": "--:",
+        "Extras": "---",
+    },
+    "width, FFN, experts": {
+        "d_model": "--:",
+        "FFN": "---",
+        "d_ff": "---",
+        "d_ff / d_model": "--:",
+        "Experts": "---",
+    },
 }
 
 

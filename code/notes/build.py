@@ -5,15 +5,13 @@
     python code/notes/build.py quotes links     only these kinds; so with --check
 
 quotes      The fence under `<!-- snippet: Name -->` or `<!-- snippet: Class.method -->` is that
-            definition of the script. Under `<!-- snippet: whiteboard.Name -->` it is that of
+            definition of the script. Under `<!-- snippet: whiteboard.Name -->` it is an answer of
             whiteboard/ with all it needs from its file.
 benchmark   A figure before `<!-- row -->` is the ratio of that row of code/benchmarks/results.md; a
             table under `<!-- benchmark: row ... -->` has such rows whole.
 recipes     The table under `<!-- recipes: title -->` is what the models of recipes.py show.
-faults      Between the two marks `faults`, and `classics`, stands what the demos say of each fault
-            of planted_faults.py: all are planted, which takes half a minute.
-judge       Between `<!-- judge: table -->` and `<!-- /judge -->` stands what the judge says of
-            planted faults and of right answers in other styles: measured, in minutes.
+faults      Between the two marks `classics` stands what the demos say of twelve faults of
+            faults.txt: they are planted.
 links       Between the two marks `links` stand the targets of [§N], [Dnn], [Qn] and [arXiv:id].
 """
 
@@ -39,8 +37,7 @@ SNIPPET = re.compile(r"(<!-- snippet: ([\w.]+) -->\n```python\n)(.*?)\n?```", re
 BENCHMARK = re.compile(r"(<!-- benchmark: ([^>]+) -->\n)((?:\|.*\n)*)")
 FIGURE = re.compile(r"\d+\.\d+(<!-- ([a-z0-9-]+) -->)")
 RECIPES = re.compile(r"(<!-- recipes: ([^>]+) -->\n)((?:\|.*\n)*)")
-FAULTS = re.compile(r"(<!-- (faults|classics) -->\n\n).*?(?=\n\n<!-- /\2 -->)", re.S)
-JUDGE = re.compile(r"(<!-- judge: (\w+) -->\n\n).*?(?=\n\n<!-- /judge -->)", re.S)
+FAULTS = re.compile(r"(<!-- classics -->\n\n).*?(?=\n\n<!-- /classics -->)", re.S)
 LINKS = re.compile(r"(<!-- links: [^>]*-->\n).*?(?=\n<!-- /links -->)", re.S)
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 LABEL = re.compile(r"§\d+(?:\.\d+)?|[DQ]\d+|arXiv:\d{4}\.\d{5}")
@@ -112,19 +109,25 @@ def recipe_cells(text: str) -> dict[str, dict[str, str]]:
 # =============================================================================================
 
 
-SCRIPT, WHITEBOARD = (
-    (ROOT / "code" / name).read_text(encoding="utf-8")
-    for name in ("transformer_block.py", "whiteboard/blocks.py")
-)
-DEFINITIONS = {text: tb.main_definitions(text)[0] for text in (SCRIPT, WHITEBOARD)}
+SUBJECTS = ("blocks", "gradients", "training", "tokens", "after")
+SCRIPT = (ROOT / "code" / "transformer_block.py").read_text(encoding="utf-8")
+DEFINITIONS = tb.main_definitions(SCRIPT)[0]
+WHITEBOARD = {  # the texts, and what each defines
+    text: tb.main_definitions(text)[0]
+    for text in (
+        (ROOT / "code" / "whiteboard" / f"{subject}.py").read_text(encoding="utf-8")
+        for subject in SUBJECTS
+    )
+}
 
 
 def quote(name: str) -> str:
     """What stands under `<!-- snippet: name -->`."""
-    file, _, rest = name.partition(".")
+    file, _, answer = name.partition(".")
     if file != "whiteboard":
-        return DEFINITIONS[SCRIPT][name][0].rstrip("\n")
-    source = tb.main_source([rest], WHITEBOARD).partition("\n\n\n")[2]  # without the imports
+        return DEFINITIONS[name][0].rstrip("\n")
+    text = next(text for text, definitions in WHITEBOARD.items() if answer in definitions)
+    source = re.sub(r"\A(?:(?:import|from) .*\n|\n)*", "", tb.main_source([answer], text))
     return re.sub(r"\n{3,}", "\n\n", source).rstrip("\n")
 
 
@@ -176,19 +179,11 @@ def recipe_table(title: str) -> str:
     return recipes.markdown_table(recipes.TABLES[title]) + "\n"
 
 
-def fault_table(name: str) -> str:
-    """What the demos say of all planted faults, or of the classics."""
+def fault_table() -> str:
+    """What the demos say of the classics among the planted faults."""
     from notes import planted_faults  # noqa: PLC0415, the other kinds do without
 
-    return {"faults": planted_faults.table, "classics": planted_faults.classics}[name]()
-
-
-def judge_table(name: str) -> str:
-    """What the judge says of planted faults, or of right answers in other styles."""
-    sys.path.insert(0, str(ROOT / "code" / "tests" / "judge"))
-    import test_practice  # noqa: PLC0415, the other kinds do without
-
-    return test_practice.TABLES[name]()
+    return planted_faults.classics()
 
 
 def with_benchmark(text: str) -> str:
@@ -200,8 +195,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "quotes": lambda text: SNIPPET.sub(lambda m: f"{m[1]}{quote(m[2])}\n```", text),
     "benchmark": with_benchmark,
     "recipes": lambda text: RECIPES.sub(lambda m: m[1] + recipe_table(m[2]), text),
-    "faults": lambda text: FAULTS.sub(lambda m: m[1] + fault_table(m[2]), text),
-    "judge": lambda text: JUDGE.sub(lambda m: m[1] + judge_table(m[2]), text),
+    "faults": lambda text: FAULTS.sub(lambda m: m[1] + fault_table(), text),
     "links": lambda text: LINKS.sub(lambda m: f"{m[1]}{link_targets(text)}\n", text),
 }
 

@@ -30,7 +30,7 @@ SIZES = (  # context, width, heads, batch size, micro-batches, steps, warm-up, l
     (20, 64, 4, 5, 2, 150, 15, 2e-3, 2e-4),
     (36, 40, 5, 4, 2, 150, 20, 5e-3, 5e-4),
 )
-SIZE_NAMES = "CONTEXT WIDTH HEADS ROWS MICRO STEPS WARMUP RATE FLOOR".split()
+SIZE_NAMES = ["CONTEXT", "WIDTH", "HEADS", "ROWS", "MICRO", "STEPS", "WARMUP", "RATE", "FLOOR"]
 
 One = TypeVar("One")
 

@@ -1304,15 +1304,20 @@ class WideTorch:
 WIDENED = {"qwen3_next"}  # rounding in float32 adds up over a recurrence: theirs runs in float64
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Family, nn.Module, nn.Module]]:
-    family = FAMILIES[request.param]
+def official_model(family: Family) -> nn.Module:
+    """The family's small model in transformers, with random weights in float64."""
     config = transformers.AutoConfig.for_model(family.model_type, **SIZES | family.config)
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     make = transformers.AutoModelForCausalLM
     if family.encoder:
         make, options = transformers.AutoModel, options | {"add_pooling_layer": False}
-    theirs = randomise(make.from_config(config, **options))
+    return randomise(make.from_config(config, **options))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Family, nn.Module, nn.Module]]:
+    family = FAMILIES[request.param]
+    theirs = official_model(family)
     with pytest.MonkeyPatch.context() as patch:
         if family.model_type in WIDENED:
             patch.setattr(Tensor, "float", Tensor.double)

@@ -6,7 +6,6 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -56,50 +55,6 @@ def judged_faults(name: str) -> list[tuple[str, Verdict]]:
 def judged_style(name: str) -> dict[str, Verdict]:
     """The verdicts on all answers of a style."""
     return {verdict.name: verdict for verdict in judge(style(name))}
-
-
-def fault_table(judged: Callable = judged_faults) -> str:
-    """Planted faults, those rejected, those named as themselves, by exercise."""
-    rows, sums = [], [0, 0, 0]
-    for name in TASKS:
-        found = judged(name)
-        rejected = [verdict for _, verdict in found if not verdict.right]
-        named = [says for says, verdict in found if verdict.mistake == says]
-        counts = [len(found), len(rejected), len(named)]
-        sums = [a + b for a, b in zip(sums, counts)]
-        rows.append(f"| `{name}` | {counts[0]} | {counts[1]} | {counts[2]} |")
-    head = "| Exercise | Faults planted | Rejected | Named as themselves |\n|:--|--:|--:|--:|"
-    return "\n".join([head, *rows, "| **all** | {} | {} | {} |".format(*sums)])
-
-
-def style_table(judged: Callable = judged_style) -> str:
-    """Right answers in other styles, and those accepted, by exercise."""
-    rows, sums = [], [0, 0]
-    for name in TASKS:
-        found = [judged(one)[name] for one in STYLES if name in judged(one)]
-        counts = [len(found), sum(verdict.right for verdict in found)]
-        sums = [a + b for a, b in zip(sums, counts)]
-        rows.append(f"| `{name}` | {counts[0]} | {counts[1]} |")
-    head = "| Exercise | Right answers in other styles | Accepted |\n|:--|--:|--:|"
-    return "\n".join([head, *rows, "| **all** | {} | {} |".format(*sums)])
-
-
-def all_named(name: str) -> list[tuple[str, Verdict]]:
-    """The faults as judged where test_every_planted_fault_is_rejected_and_named_as_itself holds."""
-    return [(f.says, Verdict(name, False, "wrong", (), f.says)) for f in mistakes_of(name)]
-
-
-def all_accepted(name: str) -> dict[str, Verdict]:
-    """The style as judged where test_right_answers_in_another_style_are_accepted holds."""
-    return {one: Verdict(one, True, "right") for one in defines(style(name))}
-
-
-TABLES = {"faults": fault_table, "styles": style_table}
-
-
-def table_in(notes: str, name: str) -> list[str]:
-    """What stands between the marks of a table."""
-    return re.findall(rf"<!-- judge: {name} -->\n(.*?)\n*<!-- /judge -->", notes, re.S)
 
 
 # =============================================================================================
@@ -299,20 +254,6 @@ UNSEEN_IN_CLASSES = (
     "|it is causal by itself"
     "|scores are divided by sqrt\\(8\\)"
 )
-
-# =============================================================================================
-# Tables in the notes
-# =============================================================================================
-
-
-@pytest.mark.parametrize(
-    ("name", "table"), [("faults", fault_table(all_named)), ("styles", style_table(all_accepted))]
-)
-def test_table_in_the_notes_is_what_the_tests_above_measure(name, table):
-    tables = table_in(NOTES.read_text(encoding="utf-8"), name)
-    assert len(tables) == 1, f"the notes lack <!-- judge: {name} -->"
-    assert tables[0].strip() == table, "python code/notes/build.py judge"
-
 
 def test_the_verdict_in_the_readme_is_a_real_one():
     readme = (NOTES.parent / "README.md").read_text(encoding="utf-8")
