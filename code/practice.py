@@ -243,7 +243,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     one.add_argument("number", nargs="?", type=int, metavar="NUMBER", help="else one is drawn")
     one.add_argument("--reveal", action="store_true", help="say what is wrong")
     one = command("debug", "print a mini-GPT with hidden bugs: put it into a file, mend it, try it")
-    one.add_argument("--seed", type=seed, metavar="N", help="the same file again, else one is drawn")
+    one.add_argument(
+        "--seed", type=seed, metavar="N", help="the same file again, else one is drawn"
+    )
     one.add_argument("--faults", type=int, choices=FAULTS, default=4, help="4 unless said")
     one.add_argument("--sealed", type=Path, metavar="DIR", help="a paper, its key, a score sheet")
     command("cards", "questions, wrong claims and drills of the notes as a file for Anki")

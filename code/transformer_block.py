@@ -59,7 +59,7 @@ def build_causal_mask(
 
     Positions [Tq] and [Tk] are absolute integers: with a cache the queries start where it ends
     (arXiv:1706.03762 §3.2.3). window=W keeps the last W positions, the query's own included
-    (arXiv:2310.06825 §2). ValueError for another shape or W < 1, TypeError for another dtype.
+    (arXiv:2310.06825). ValueError for another shape or W < 1, TypeError for another dtype.
     """
     require_tensor("q_positions", q_positions, "Tq", kind="integer")
     require_tensor("k_positions", k_positions, "Tk", kind="integer")
@@ -68,15 +68,6 @@ def build_causal_mask(
         return distance >= 0
     require_value(int, window=window)
     return (distance >= 0) & (distance < window)
-
-
-def without_later_keys(keep: Tensor | None, T: int, S: int, device: torch.device | str) -> Tensor:
-    """keep [T, S] (all True by default) without the keys that come after each query.
-
-    The last query is at the last key's position, so T > S leaves the first ones nothing to see.
-    """
-    past = torch.arange(S, device=device) <= torch.arange(S - T, S, device=device)[:, None]
-    return past if keep is None else keep & past
 
 
 def combined_mask(mask: Tensor | None, key_padding_mask: Tensor | None,
@@ -123,7 +114,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first r channels of x [B, n, T, head_dim] by tables cos and sin [T, r], r even.
 
     Channels from r on pass through (partial rotation, GPT-J and GPT-NeoX). Computed in at least
-    float32, returned in x's dtype (arXiv:2104.09864 §3.4.2). ValueError for other shapes.
+    float32, returned in x's dtype (arXiv:2104.09864). ValueError for other shapes.
     """
     _, _, T, head_dim = require_tensor("x", x, "B", "n", "T", "head_dim")
     _, r = require_tensor("cos", cos, T, "r")
@@ -307,10 +298,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causa
     default. logit_softcap=c replaces a score s by c * tanh(s / c) before the mask. A query that
     may attend to nothing gets zeros. ValueError for other shapes, TypeError for mixed dtypes.
     """
-    keep = require_attention_inputs(q, k, v, keep, scale)
+    keep = require_attention_inputs(q, k, v, keep, scale, logit_softcap)
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
     if causal and T > 1:  # a single query stands beside the last key and sees them all
-        keep = without_later_keys(keep, T, S, q.device)
+        past = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
+        keep = past if keep is None else keep & past
     scale = head_dim**-0.5 if scale is None else scale
     # With H = 4 and G = 2 the query heads read the KV heads [0 0 1 1]. Those of a group become
     # further rows of one matrix product with their KV head, so K and V are never copied out to H
@@ -320,14 +312,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causa
     scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)
     scores = at_least_float32(scores)
     if logit_softcap is not None:
-        require_value(float, logit_softcap=logit_softcap)
         scores = logit_softcap * torch.tanh(scores / logit_softcap)
     if keep is not None:
-        # A softmax over nothing but -inf is NaN, in its gradient too: such a row stays open here
-        # and its output is set to zero below.
+        # A row without keys stays open, as a softmax of -inf alone is NaN, and gets zeros below.
         alive = keep.any(dim=-1, keepdim=True)
-        blocked = alive & ~keep
-        scores = scores.view(B, H, T, S).masked_fill(blocked, -math.inf).view_as(scores)
+        scores = scores.view(B, H, T, S).masked_fill(alive & ~keep, -math.inf).view_as(scores)
     out = scores.softmax(dim=-1).to(v.dtype) @ v  # (B, G, H/G*T, d_v)
     out = out.view(B, H, T, v.shape[-1])  # (B, H, T, d_v)
     return out if keep is None else out.masked_fill(~alive, 0)
@@ -343,7 +332,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     query row of NaN into numbers; with one, a NaN key that is masked out spreads) and on float16
     scores over 65504, which overflow in attend.
     """
-    keep = require_attention_inputs(q, k, v, keep, scale)
+    keep = require_attention_inputs(q, k, v, keep, scale, logit_softcap)
     if logit_softcap is not None:
         raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
@@ -353,7 +342,8 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     elif causal and keep is None and T == S:
         is_causal = True  # the kernel sets the first query beside the first key
     elif causal:
-        keep = without_later_keys(keep, T, S, q.device)
+        past = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
+        keep = past if keep is None else keep & past
     out = F.scaled_dot_product_attention(
         q, k, v, keep, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != G
     )
@@ -366,7 +356,7 @@ class SinkAttention(nn.Module):
     For attend= of MultiHeadAttention, arguments and result as there. sinks [H] join the scores
     after scale, cap and mask, so the weights of a query sum to less than 1: to
     sigmoid(logsumexp(scores) - sink). It is no token: no key, no value, nothing cached
-    (arXiv:2508.10925 §2.3). ValueError for another number of query heads.
+    (arXiv:2508.10925). ValueError for another number of query heads.
     """
 
     def __init__(self, n_q_heads: int):
@@ -377,17 +367,17 @@ class SinkAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
                 causal: bool = False, scale: float | None = None,
                 logit_softcap: float | None = None) -> Tensor:  # fmt: skip
-        keep = require_attention_inputs(q, k, v, keep, scale)
+        keep = require_attention_inputs(q, k, v, keep, scale, logit_softcap)
         (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
         if len(self.sinks) != H:
             raise ValueError(f"n_q_heads={len(self.sinks)} sinks need as many query heads, got {H}")
         if causal:
-            keep = without_later_keys(keep, T, S, q.device)
+            past = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
+            keep = past if keep is None else keep & past
         q = q * (head_dim**-0.5 if scale is None else scale)
         scores = q.reshape(B, G, H // G * T, head_dim) @ k.mT  # (B, G, H/G*T, S)
         scores = at_least_float32(scores)
         if logit_softcap is not None:
-            require_value(float, logit_softcap=logit_softcap)
             scores = logit_softcap * torch.tanh(scores / logit_softcap)
         scores = scores.view(B, H, T, S)
         if keep is not None:  # a row without keys stays open, as in attend: a sink may be -inf
@@ -411,13 +401,12 @@ def split_heads(projected: Tensor, head_dim: int) -> Tensor:
 class MultiHeadAttention(nn.Module):
     """Self- or cross-attention with H query heads and G KV heads: MHA G = H, GQA, MQA G = 1.
 
-    arXiv:1706.03762 §3.2.2, arXiv:1911.02150 §3, arXiv:2305.13245 §2. ValueError for other shapes,
+    arXiv:1706.03762 §3.2.2, arXiv:1911.02150, arXiv:2305.13245 §2. ValueError for other shapes,
     sizes that do not divide, memory with a cache or rotation, and rotation without tables.
-    forward takes x [B, T, d] and returns (out [B, T, d], (k, v)), k and v [B, G, S, d_h] being all
-    that was attended over. mask is bool [T, S] or [B, T, S], key_padding_mask bool [B, S], True =
-    may attend; causal=True hides later keys, which the decoder blocks ask for. memory [B, S, d]
-    makes it cross-attention. With rope=True, rows start_pos … of the tables cos and sin turn q and
-    k; keys are cached turned, values are never turned. qk_norm norms each head of q and k before.
+    forward takes x [B, T, d] and gives (out [B, T, d], (k, v)), all keys and values [B, G, S, d_h]
+    attended to. Masks are bool, mask [T, S] or [B, T, S], key_padding_mask [B, S]; causal=True
+    hides later keys. memory [B, S, d] makes it cross-attention. rope=True turns q and k by rows
+    start_pos … of the tables cos and sin; qk_norm norms each of their heads before.
     """
 
     def __init__(self, d_model: int, n_q_heads: int, n_kv_heads: int | None = None, *,
@@ -438,7 +427,13 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"head_dim must be even with rope=True, got {head_dim}")
         require_value(float, optional=True, scale=scale)
         require_value(float, norm_eps=norm_eps)
-        require_fitting(attend, n_q_heads, n_kv_heads, head_dim, logit_softcap)
+        require_value(Callable, attend=attend)
+        if logit_softcap is not None or isinstance(attend, nn.Module):  # it may refuse these
+            parameters = attend.parameters() if isinstance(attend, nn.Module) else iter(())
+            like = next(parameters, torch.tensor(()))
+            with torch.no_grad():
+                q, k = (like.new_zeros(1, n, 1, head_dim) for n in (n_q_heads, n_kv_heads))
+                attend(q, k, k, logit_softcap=logit_softcap)
         self.d_model, self.head_dim, self.rope_dim = d_model, head_dim, head_dim if rope else 0
         self.rope, self.scale, self.logit_softcap, self.attend = rope, scale, logit_softcap, attend
         qkv_bias = bias if qkv_bias is None else qkv_bias
@@ -557,9 +552,8 @@ class MultiHeadLatentAttention(nn.Module):
         """Whether kv_up is a bare matrix: a wrapper, bias, hook, shard or int8 must be called."""
         up = self.kv_up
         hooks = up._forward_hooks, up._forward_pre_hooks, up._backward_hooks, up._backward_pre_hooks
-        if type(up) is not nn.Linear or "forward" in vars(up) or any(hooks):
-            return False
-        return up.bias is None and type(up.weight) in (nn.Parameter, Tensor)
+        bare = type(up) is nn.Linear and "forward" not in vars(up) and not any(hooks)
+        return bare and up.bias is None and type(up.weight) in (nn.Parameter, Tensor)
 
     def expanded(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
                  causal: bool) -> Tensor:  # fmt: skip
@@ -573,10 +567,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, k: Tensor, keep: Tensor | None,
                  causal: bool) -> Tensor:  # fmt: skip
-        """The queries go down to the latent instead: q (W c) = (q W) c, and no key is expanded.
-
-        One KV head serves all H query heads, so a step reads kv_rank + rope_dim numbers a token.
-        """
+        """Queries go down to the latent, which serves all heads as one key: q (W c) = (q W) c."""
         up = self.kv_up.weight.unflatten(0, (-1, self.nope_dim + self.v_dim))
         k_up, v_up = up.split((self.nope_dim, self.v_dim), dim=1)  # (H, nope or v_dim, kv_rank)
         q = torch.cat((q_nope @ k_up, q_rope), dim=-1)  # (B, H, T, kv_rank+rope_dim)
@@ -630,7 +621,7 @@ class ClampedGatedFFN(nn.Module):
     """gpt-oss's expert: down((up + 1) * gate * sigmoid(alpha * gate)), [..., d] -> [..., d].
 
     Versus GatedFFN: biases; gate is clamped above, up on both sides; up = 0 lets the gate through
-    (arXiv:2508.10925 §2.2). ValueError for another width or a limit or alpha not above 0.
+    (arXiv:2508.10925). ValueError for another width or a limit or alpha not above 0.
     """
 
     def __init__(self, d_model: int, d_ff: int, *, alpha: float = 1.702, limit: float = 7.0):
@@ -722,9 +713,8 @@ class SoftmaxRouter(nn.Module):
                  bias: bool = False):  # fmt: skip
         super().__init__()
         require_routing(d_model, n_experts, top_k, scale, n_groups, top_groups)
-        self.d_model, self.top_k = d_model, top_k
-        self.renormalise, self.scale = renormalise, scale
-        self.n_groups, self.top_groups = n_groups, top_groups
+        self.d_model, self.top_k, self.scale = d_model, top_k, scale
+        self.renormalise, self.n_groups, self.top_groups = renormalise, n_groups, top_groups
         self.router = nn.Linear(d_model, n_experts, bias=bias)
         self.counts: Tensor | None = None  # choices that fell on each expert, [E]
         self.aux_loss: Tensor | None = None
@@ -787,7 +777,7 @@ class SigmoidRouter(SoftmaxRouter):
 class MixtureFFN(nn.Module):
     """Several experts a token, [..., d] -> [..., d]: sum of weight * expert(x), plus shared(x).
 
-    Mixtral (arXiv:2401.04088 §2.1), shared experts (arXiv:2401.06066 §3.2). router gives tokens
+    Mixtral (arXiv:2401.04088 §2.1), shared experts (arXiv:2401.06066). router gives tokens
     [N, d] weights and experts [N, k] and keeps its counts and aux_loss. weigh_input puts the weight
     on the expert's input (Llama-4). The work grows with N * k; an idle expert is called on no rows.
     No mask comes here: padding is routed and counted too. ValueError for experts that are not the
@@ -895,7 +885,7 @@ class VanillaSeq2SeqDecoderLayer2017(nn.Module):
 
 
 class GPT2StyleDecoderLayer(nn.Module):
-    """Pre-LN decoder block of GPT-2 (arXiv:2002.04745 §3): norms inside the branches only.
+    """Pre-LN decoder block of GPT-2 (arXiv:2002.04745): norms inside the branches only.
 
     x ─┬─ norm1 ─ attn ─ + ─┬─ norm2 ─ ffn ─ + ─
        └─────────────────┘  └────────────────┘
@@ -1043,7 +1033,7 @@ def pick_next_token(logits: Tensor, temperature: float = 0.0, top_k: int | None 
     """Token ids [B, 1] from logits [B, V]: the likeliest at temperature 0, else one drawn.
 
     top_k keeps the k likeliest; top_p then keeps the fewest whose probabilities reach top_p
-    (arXiv:1904.09751 §3.1). ValueError for a NaN, or for no token that could be picked.
+    (arXiv:1904.09751). ValueError for a NaN, or for no token that could be picked.
     """
     if 0 in require_tensor("logits", logits, "B", "V")[1:]:
         raise ValueError(f"logits must have a token to pick, got shape {list(logits.shape)}")
@@ -1122,15 +1112,15 @@ class DecoderOnlyLM(nn.Module):
         except BaseException:
             torch.set_rng_state(state)  # make_block may have drawn before it failed
             raise
-        if rope_dim is None:
-            rope_dim = max(widths or {2, d_model // n_q_heads // 2 * 2})
-        self.max_len, self.windows = max_len, list(windows)
+        self.max_len, self.rope_dim, self.windows = max_len, rope_dim, list(windows)
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
         table = TiedEmbedding if tie_embeddings else nn.Embedding
         self.embedding = table(vocab_size, d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.final_norm = RMSNorm(d_model, eps)
         self.lm_head = None if tie_embeddings else nn.Linear(d_model, vocab_size, bias=False)
+        if rope_dim is None:
+            rope_dim = max(widths or {2, d_model // n_q_heads // 2 * 2})
         with torch.inference_mode(False):  # autograd refuses tensors made there
             self._rope_tables = build_rope_cache(max_len, rope_dim, rope_base, device="cpu")
 
@@ -1153,6 +1143,8 @@ class DecoderOnlyLM(nn.Module):
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_windows(self.windows, len(self.blocks))
+        if self.rope_dim is None:  # else a table for a part of the channels was asked for
+            require_turned(self.blocks, self._rope_tables[0].shape[1])
         start = require_caches(kv_caches, len(self.blocks))
         end = start + T
         if end > self.max_len:
@@ -1218,7 +1210,7 @@ class DecoderOnlyLM(nn.Module):
         Prompts of different lengths are padded on the left. temperature 0 takes the likeliest
         token and draws nothing. A row that has produced an eos_id goes on with it, and the stream
         ends when all rows have. Raises ValueError at once for an empty prompt or more than max_len
-        tokens. No gradients; the training flag stays as it is: who has dropout calls eval().
+        tokens. No gradients; the training flag stays as it is, dropout included.
         """
         B, T = require_tensor("ids", ids, "B", "T", kind="integer")
         require_value(int, above=-1, max_new_tokens=max_new_tokens)
@@ -1315,7 +1307,7 @@ def ffn_parameters(d_model: int, d_ff: int, gated: bool) -> int:
 def kv_cache_elements(n_kv_heads: int, head_dim: int) -> int:
     """Numbers cached for one token in one layer: a key and a value for each KV head.
 
-    It is what arXiv:1911.02150 §3 makes small. ValueError for a number below 1.
+    It is what arXiv:1911.02150 makes small. ValueError for a number below 1.
     """
     require_value(int, n_kv_heads=n_kv_heads, head_dim=head_dim)
     return 2 * n_kv_heads * head_dim
@@ -1345,7 +1337,7 @@ def gated_hidden_size(d_model: int, multiple_of: int = 1, multiplier: float = 1.
 # === Demos: each proves one claim and computes what it prints (notes §1.4) ===================
 
 
-DEMO_PROOFS: dict[str, list[Callable]] = {}  # what each demo proves besides: filled below
+DEMO_PROOFS: dict[str, list[Callable]] = {}  # what each demo proves besides: found below
 
 
 @contextlib.contextmanager
@@ -1786,32 +1778,19 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
         like = layer.weight.dtype
         if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
             raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
-    wanted = shape
     if shape[0] is ...:  # as many axes as there are more, of any size
-        wanted = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
-    fits = len(wanted) == len(sizes)
-    for want, have in zip(wanted, sizes):  # a loop: this runs 14 times a layer and token
+        shape = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
+    fits = len(shape) == len(sizes)
+    for want, have in zip(shape, sizes):  # a loop: this runs 14 times a layer and token
         fits = fits and (want == have or isinstance(want, str))
     if not fits:
-        axes = ", ".join("..." if axis is ... else str(axis) for axis in shape)
-        raise ValueError(f"{name} must have shape [{axes}], got {list(sizes)}")
+        raise ValueError(f"{name} must be [{', '.join(map(str, shape))}], got {list(sizes)}")
     return sizes
 
 
-def require_fitting(attend: Callable[..., Tensor], n_q_heads: int, n_kv_heads: int, head_dim: int,
-                    logit_softcap: float | None) -> None:  # fmt: skip
-    """Show attend one token of these heads: what cannot cap, or has other heads, refuses now."""
-    require_value(Callable, attend=attend)
-    if logit_softcap is not None or isinstance(attend, nn.Module):
-        parameters = attend.parameters() if isinstance(attend, nn.Module) else iter(())
-        like = next(parameters, torch.tensor(()))
-        with torch.no_grad():
-            q, k = (like.new_zeros(1, n, 1, head_dim) for n in (n_q_heads, n_kv_heads))
-            attend(q, k, k, logit_softcap=logit_softcap)
-
-
 def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-                             scale: float | None) -> Tensor | None:  # fmt: skip
+                             scale: float | None,
+                             logit_softcap: float | None) -> Tensor | None:  # fmt: skip
     """Refuse what attend and attend_fused cannot combine; returns keep with four axes."""
     B, H, T, head_dim = require_tensor("q", q, "B", "H", "T", "head_dim")
     _, G, S, _ = require_tensor("k", k, B, "G", "S", head_dim)
@@ -1820,14 +1799,13 @@ def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | Non
         raise ValueError(f"q needs a head_dim and a multiple of {G} heads, got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    require_value(float, optional=True, scale=scale)
+    require_value(float, optional=True, scale=scale, logit_softcap=logit_softcap)
     if keep is not None:
         require_tensor("keep", keep, ..., kind="bool")
-        sizes = zip(reversed(keep.shape), (S, T, 1, B))
+        keep = keep[(None,) * (4 - keep.dim())]
+        sizes = zip(keep.shape, (B, 1, T, S))
         if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
             raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
-        while keep.dim() < 4:
-            keep = keep[None]
     return keep
 
 
@@ -1881,6 +1859,14 @@ def require_rope_dim(rope_dim: int | None, widths: set[int]) -> None:
         raise ValueError(f"rope_dim must be even, got {rope_dim}")
     if widths and rope_dim > min(widths):
         raise ValueError(f"rope_dim must be at most the {min(widths)} turned, got {rope_dim}")
+
+
+def require_turned(blocks: Iterable[nn.Module], width: int) -> None:
+    """Refuse a block, put in later, that would turn only a part of its channels."""
+    for block in blocks:
+        turned = getattr(getattr(block, "attn", None), "rope_dim", 0)
+        if turned > width:
+            raise ValueError(f"rope_dim is {width} by the first blocks, and one turns {turned}")
 
 
 def require_caches(kv_caches: object, n_layers: int) -> int:
@@ -2447,6 +2433,32 @@ def prove_D01_model_parts(device: str) -> dict[str, bool]:
     }
 
 
+def prove_D01_tied(device: str) -> dict[str, bool]:
+    """A tied head is the embedding's own call; any table or head may be put in its place."""
+    device, taken = check_exact_device(device), []
+    ids = torch.tensor([[1, 5, 0, 10]], device=device)
+    lm = check_randomized(DecoderOnlyLM(11, 16, 1, 4, 2, 12, max_len=6), device)
+    logits, rows = lm(ids), lm.embedding.weight.detach()
+    lm.embedding.register_forward_hook(lambda _table, args, _out: taken.append(args[0].dtype))
+    lm(ids)
+    claims = {"both uses are calls": taken == [torch.int64, torch.float64]}
+    for name, table in {
+        "a plain embedding": nn.Embedding.from_pretrained(rows),
+        "a wrapped table": nn.Sequential(lm.embedding),
+        "more rows": nn.Embedding.from_pretrained(torch.cat((rows, rows[:2] * 0.5))),
+    }.items():
+        lm.embedding = table
+        claims[f"{name}: the same logits"] = check_close(lm(ids)[..., :11], logits)
+    claims["an eos_id of the new rows"] = lm.generate(ids, 1, eos_id=12).shape == (1, 5)
+    claims |= check_refused((ValueError, lambda: lm.generate(ids, 1, eos_id=13), "eos_id", 13))
+    lm.lm_head = nn.Linear(16, 20).to(device, torch.float64)
+    claims["an eos_id of a new head"] = lm.generate(ids, 1, eos_id=19).shape == (1, 5)
+    claims |= check_refused((ValueError, lambda: lm.generate(ids, 1, eos_id=20), "eos_id", 20))
+    lm.lm_head = nn.Sequential(lm.lm_head)
+    claims["of a head that does not tell"] = lm.generate(ids, 1, eos_id=20).shape == (1, 5)
+    return claims
+
+
 def prove_D02_norms(device: str) -> dict[str, bool]:
     """Zeroed branches leave the Pre-LN blocks the identity; RMSNorm equals its formula."""
     device = check_exact_device(device)
@@ -2511,6 +2523,9 @@ def prove_D04_latent(device: str) -> dict[str, bool]:
     ups["patch"].forward = lambda latent: nn.Linear.forward(ups["patch"], latent).relu()
     ups["wrapper"] = nn.Sequential(nn.Linear(6, 32, bias=False))
     padding = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
+    ups["subclass"] = nn.Linear(6, 32, bias=False)
+    ups["subclass"].weight = type("Shard", (nn.Parameter,), {})(ups["subclass"].weight.to(x))
+    mla.absorbed = None
     for name, up in ups.items():
         mla.kv_up = up.to(x)
         full, _ = mla(x, key_padding_mask=padding, causal=True, **given)
@@ -2564,6 +2579,29 @@ def prove_D04_cache_room(device: str) -> dict[str, bool]:
     return claims
 
 
+def prove_D04_cache_views(device: str) -> dict[str, bool]:
+    """What is appended may be views of the cache's own memory, and never within a backward pass."""
+    k, v = torch.randn(1, 1, 5, 4).to(device), torch.randn(1, 1, 5, 2).to(device)
+    own, loaded = KVCache(max_len=8), KVCache()
+    with torch.no_grad():
+        check_holds(own, k, v, 5)
+        k_own, v_own = own.k, own.v
+        own.truncate(2)
+        own.append(k_own[:, :, 1:], v_own[:, :, 1:])
+        check_holds(loaded, k, v, 3)
+    with torch.inference_mode():
+        loaded = copy.copy(loaded)
+    with torch.no_grad():
+        claims = {"a copy made in inference mode goes on": check_holds(loaded, k, v, 4, 5)}
+    for name, stored, new in (("keys", own.k, k), ("values", own.v, v)):
+        expected = torch.cat((new[:, :, :2], new[:, :, 1:]), dim=2)
+        claims[f"views of its own {name}"] = torch.equal(stored, expected)
+    x = k.clone().requires_grad_()
+    x.register_hook(lambda _gradient: own.append(k[:, :, :1], v[:, :, :1]) and None)
+    again = (RuntimeError, lambda: x.sum().backward(), "kv_cache", "backward")
+    return claims | check_refused(again, kept=[own])
+
+
 def prove_D04_cache_copies(device: str) -> dict[str, bool]:
     """A copied cache has memory of its own; what autograd has saved is never written to."""
     k, v = torch.randn(2, 3, 9, 4).to(device), torch.randn(2, 3, 9, 2).to(device)
@@ -2601,7 +2639,7 @@ def prove_D04_generation(device: str) -> dict[str, bool]:
     nn.init.normal_(lm.blocks[0].attn.o_proj.weight)  # what attention sees then changes the text
     prompts = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 5]], device=device)
     padding, during = prompts > 0, set()
-    lm.blocks[0].ffn.eval()
+    lm.blocks[0].ffn.train(False)
     lm.blocks[0].register_forward_hook(lambda block, *_: during.add(block.training))
     state = torch.get_rng_state()
     both = lm.generate(prompts.byte(), 4, key_padding_mask=padding)
@@ -2674,6 +2712,7 @@ def prove_D04_sampling(device: str) -> dict[str, bool]:
         "equal generators draw alike": torch.equal(*drawn),
         "and not one token only": len(drawn[0].unique()) > 1,
         "top_p that the first token reaches": len(even.unique()) == 1,
+        "a tiny top_p": pick_next_token(logits, 1.0, top_p=1e-46).tolist() == [[1], [4]],
         "a tiny temperature": pick_next_token(logits, 1e-320).tolist() == [[1], [4]],
     }
 
@@ -2972,6 +3011,33 @@ def prove_D09_mixture_refusals(_device: str) -> dict[str, bool]:
     )
 
 
+def prove_D09_replaced_routers(_device: str) -> dict[str, bool]:
+    """A router put in later: what it gives must fit, and is counted as wide as it is."""
+    x, switch, soft = torch.randn(2, 4), MoEFFN(4, 4), SoftmaxRouter(4, 4, 2)
+    own = nn.Identity()
+    mixture = MixtureFFN(own, [nn.Identity()] * 3)
+    switch.router, soft.router = nn.Linear(4, 5), nn.Linear(4, 6)
+    soft(x)
+    halves, chosen = torch.full((2, 2), 0.5), torch.tensor([[0, 2], [1, 2]])
+
+    def routed(weights: Tensor, experts: Tensor) -> Tensor:
+        own.forward = lambda _tokens: (weights, experts)
+        return mixture(x)
+
+    return {
+        "choices of 32 bits": check_close(routed(halves, chosen.int()), x, 1e-6),
+        "counts are as many as logits": len(soft.tokens_per_expert) == 6,
+    } | check_refused(
+        (ValueError, lambda: switch(x), "router(x)", [2, 5]),
+        (ValueError, lambda: routed(halves, chosen + 1), "router(x)[1]", "0 … 2", "2 other"),
+        (ValueError, lambda: routed(halves, chosen - 1), "router(x)[1]", "0 … 2", "1 other"),
+        (ValueError, lambda: routed(halves, chosen[:1]), "router(x)[1]", [1, 2]),
+        (ValueError, lambda: routed(halves[:, :1], chosen), "router(x)[0]", [2, 1]),
+        (TypeError, lambda: routed(halves, halves), "router(x)[1]", "float32"),
+        (TypeError, lambda: routed(chosen, chosen), "router(x)[0]", "int64"),
+    )
+
+
 def prove_D09_sinks(device: str) -> dict[str, bool]:
     """A sink is one more term in the softmax's sum, neither scaled nor capped nor masked."""
     device = check_exact_device(device)
@@ -2993,7 +3059,10 @@ def prove_D09_sinks(device: str) -> dict[str, bool]:
         expected = reference_attention(q, k, v, seen, scale, cap, sink.sinks.double())
         out = sink(q, k, v, **options)
         claims[f"sinks {name}"] = check_close(out, expected)
+    nn.init.constant_(sink.sinks, -math.inf)
+    none = sink(q, k, v, keep)
     claims["a query without keys gets zeros"] = not out[0, :, 1].any()
+    claims["also beside a sink of -inf"] = check_close(none, reference_attention(q, k, v, keep))
     return claims | check_refused(
         (ValueError, lambda: sink(q[:, :2], k, v), "n_q_heads=4", 2),
         (ValueError, lambda: sink(q, k, v, logit_softcap=0.0), "logit_softcap", 0.0),
@@ -3109,6 +3178,26 @@ def prove_D11_cache(device: str) -> dict[str, bool]:
     return claims
 
 
+def prove_D11_failing(device: str) -> dict[str, bool]:
+    """Attention whose attend fails, alone or behind a cache, leaves nothing in the cache."""
+    x, tables = torch.randn(2, 3, 16).to(device), build_rope_cache(8, 4, device=device)
+    given, sizes = dict(zip(("cos", "sin"), tables)), {"rope_dim": 4, "nope_dim": 4, "v_dim": 4}
+    heads, latent = MultiHeadAttention(16, 4, rope=True), MultiHeadLatentAttention
+    latent, claims = latent(16, 4, kv_rank=6, **sizes), {}
+
+    def fails(*_inputs: object, **_options: object) -> Tensor:
+        raise KeyError("planted")
+
+    for attn, called in ((heads.to(device), "attend"), (latent.to(device), "expanded")):
+        cache = KVCache()
+        attn(x, kv_cache=cache, **given)
+        vars(attn).update({called: fails, "absorbed": fails})
+        calls = [functools.partial(attn, x, kv_cache=kept, **given) for kept in (cache, None)]
+        refused = check_refused(*((KeyError, call, "planted") for call in calls), kept=[cache])
+        claims |= {f"{type(attn).__name__}: {claim}": holds for claim, holds in refused.items()}
+    return claims
+
+
 def prove_D11_shards(device: str) -> dict[str, bool]:
     """Projections that hold no whole heads, and tables of another width than latent attention's."""
     x = torch.randn(2, 3, 16).to(device)
@@ -3132,6 +3221,9 @@ def prove_D11_model(device: str) -> dict[str, bool]:
     broken, longer = copy.deepcopy(lm), copy.deepcopy(lm)
     broken.blocks[1] = nn.Linear(8, 8).to(device)  # takes no mask; fails behind an append
     longer.blocks.append(nn.Identity())
+    wide, free = copy.deepcopy(lm), ParallelDecoderBlock(16, 4)
+    wide.blocks[1] = ModernDecoderBlock(16, attn=MultiHeadAttention(16, 2, rope=True)).to(device)
+    part = DecoderOnlyLM(7, 16, 1, rope_dim=4, make_block=lambda _: wide.blocks[1]).to(device)
     long = ids.repeat(1, 2)
     good = {"ids": ids, "key_padding_mask": long > 0, "mask": (long > 0)[:1].expand(3, -1)}
     claims = check_refuses(functools.partial(lm, kv_caches=caches), None, caches, **good)
@@ -3146,8 +3238,12 @@ def prove_D11_model(device: str) -> dict[str, bool]:
         (TypeError, lambda: broken(ids, kv_caches=caches), "mask"),
         (TypeError, lambda: broken.generate(ids, 1), "mask"),
         (ValueError, lambda: longer(ids), "windows", 3),
+        (ValueError, lambda: wide(ids), "rope_dim", 4, 8),
         kept=caches,
     )
+    wide.blocks[1] = free.to(device)
+    claims["a block that turns nothing is taken"] = wide(ids).shape == (2, 3, 7)
+    claims["a part may be turned that was asked for"] = part(ids).shape == (2, 3, 7)
     claims["training flags"] = all(part.training for part in broken.modules())
     return claims
 
@@ -3178,6 +3274,9 @@ def prove_D11_generate(device: str) -> dict[str, bool]:
         (ValueError, lambda: lm.generate(ids[:, :0], 1), "ids"),
         (ValueError, lambda: lm.stream(ids, 4), "max_new_tokens=4", "max_len=6"),
         (ValueError, lambda: pick_next_token(logits[:, :0]), "logits", [2, 0]),
+        (ValueError, lambda: pick_next_token(logits * math.nan), "logits", "nan"),
+        (ValueError, lambda: pick_next_token(logits - math.inf), "logits", "-inf"),
+        (ValueError, lambda: pick_next_token(logits + math.inf), "logits", "inf"),
     )
 
 
@@ -3325,26 +3424,9 @@ def prove_D15_devices(device: str) -> dict[str, bool]:
     return claims
 
 
-# A proof takes a device and returns claims, each with whether it holds.
-# fmt: off
-DEMO_PROOFS.update(
-    D01=[prove_D01_formulas, prove_D01_logits, prove_D01_loss, prove_D01_model_parts],
-    D02=[prove_D02_norms],
-    D04=[prove_D04_decoding, prove_D04_latent, prove_D04_cache_room, prove_D04_cache_copies,
-         prove_D04_generation, prove_D04_end_of_text, prove_D04_sampling,
-         prove_D04_sampling_precision],
-    D05=[prove_D05_paths, prove_D05_precision, prove_D05_options],
-    D06=[prove_D06_sizes, prove_D06_defaults, prove_D06_blocks],
-    D09=[prove_D09_dead_rows, prove_D09_new_mixtures, prove_D09_routes, prove_D09_balance,
-         prove_D09_mixture_precision, prove_D09_mixture_refusals, prove_D09_sinks,
-         prove_D09_sink_precision],
-    D10=[prove_D10_arguments, prove_D10_combinations],
-    D11=[prove_D11_cache, prove_D11_shards, prove_D11_model, prove_D11_generate, prove_D11_loss],
-    D12=[prove_D12_refusals],
-    D13=[prove_D13_layers, prove_D13_operators],
-    D15=[prove_D15_rotation, prove_D15_devices],
-)
-# fmt: on
+for _name, _proof in [*globals().items()]:  # prove_D04_… is a proof of D04
+    if _name.startswith("prove_"):
+        DEMO_PROOFS.setdefault(_name[6:9], []).append(_proof)
 
 
 # === Command line ============================================================================

@@ -20,10 +20,10 @@ from judge.layout_words import StrippedSubmission, extra_biases, unrecognised_li
 from judge.naming import (
     Named,
     Wrong,
+    behaves_as,
     differences,
     known_mistakes,
     named_function_mistake,
-    same_in,
 )
 from judge.ready import ready_layer
 from judge.replay import replay_class, replay_function
@@ -242,6 +242,8 @@ class Judge:
         said = f"one of several mistakes: {mistake}" if named and named.of_several else mistake
         if mistake is None:
             mistake = said = dtype_mistake(difference.lines)
+        if mistake is None and difference.where == "trouble":
+            mistake = difference.lines[0]
         case, lines = one.cases[i] if len(one.cases) == len(theirs.cases) else theirs.cases[i], []
         if difference.where == "trouble":
             lines = [said or difference.lines[0], f"case: {case.call}"]
@@ -289,7 +291,7 @@ def name_of_arrays(name: str, theirs: Outcomes, found: Wrong) -> Named | None:
     for mistake in known_mistakes(name):
         known = ArrayFunction(executed_answer(name, mistake), arrays=False)
         outcomes = Outcomes(theirs.cases, known)
-        if all(same_in(i, outcomes, theirs) for i in order):
+        if behaves_as(outcomes, theirs, order):
             return Named((mistake,))
     return None
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from judge.answers import executed_answer
 from judge.cache_cost import copied, floating_tensors
@@ -123,13 +123,15 @@ def pad_cases() -> list[Case]:
     ]  # fmt: skip
 
 
-class TableModel:
+class TableModel(nn.Module):
     """Logits of the next token from the last two ids; it notes no calls: they are free."""
 
     def __init__(self, seed: int, V: int = 6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))  # for those who ask for its device
         self.table = 0.6 * drawn(f"beams {seed}", V, V, V)
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
             raise Trouble("model wants ids [n, T], as integers")
         before = torch.cat((ids[:, :1], ids[:, :-1]), dim=1)

@@ -211,7 +211,10 @@ def dropout_cases() -> list[Case]:
             y = as_tensor(result_of(function, x.clone(), p, True, generator()))
             if y.shape != x.shape:
                 raise Trouble(f"it must return {list(x.shape)}, it returned {list(y.shape)}")
-            again = as_tensor(result_of(function, x.clone(), p, True, generator()))
+            one = generator()
+            again, next_one = (
+                as_tensor(result_of(function, x.clone(), p, True, one)) for _ in range(2)
+            )
             dropped = y.detach() == 0
             kept = (y.detach() / x)[~dropped]
             if not kept.numel():
@@ -227,6 +230,7 @@ def dropout_cases() -> list[Case]:
                 "whether every row has its own draws":
                     bool(((share.mean(dim=0) - p).abs() < spread / math.sqrt(60)).all()),
                 "whether the same seed gives the same": torch.equal(y, again),
+                "whether the generator moves on": not torch.equal(again, next_one),
             }  # fmt: skip
 
         return Case(f"dropout(x [60, 80], p={p}, training=True, generator=g)", run)
@@ -270,8 +274,13 @@ def contrastive_cases() -> list[Case]:
     cases = [case(a=a[:1], b=b[:1], temperature=0.5), case(a=a[:2], b=b[:2], temperature=1.0)]
     cases += [case(a=a, b=b, temperature=5.0), case(a=a, b=b, temperature=0.5)]
     cases += [case(a=a, b=b, temperature=0.07), case(a=long * a, b=b / long, temperature=0.7)]
-    low = {"a": a.float(), "b": (a + 0.1 * b).float()}  # cosines near 1
-    return [*cases, case(**low, temperature=0.01, grads=False, close=1e-3, more=" in float32")]
+    low = a.float(), (a + 0.1 * b).float()  # cosines near 1, whose exp(100) is over float32's range
+
+    def run(function: Callable) -> dict[str, object]:
+        return {"the loss + 1": 1 + number(result_of(function, *(x.clone() for x in low), 0.01))}
+
+    call = "contrastive_loss(a [5, 7], b [5, 7], temperature=0.01) in float32"
+    return [*cases, Case(call, run, Expectation(close=1e-3))]
 
 
 def quantize_cases() -> list[Case]:

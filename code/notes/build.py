@@ -111,24 +111,21 @@ def recipe_cells(text: str) -> dict[str, dict[str, str]]:
 
 SUBJECTS = ("blocks", "gradients", "training", "tokens", "after")
 SCRIPT = (ROOT / "code" / "transformer_block.py").read_text(encoding="utf-8")
-DEFINITIONS = tb.main_definitions(SCRIPT)[0]
-WHITEBOARD = {  # the texts, and what each defines
-    text: tb.main_definitions(text)[0]
-    for text in (
-        (ROOT / "code" / "whiteboard" / f"{subject}.py").read_text(encoding="utf-8")
-        for subject in SUBJECTS
-    )
-}
+ANSWERS = [
+    (ROOT / "code" / "whiteboard" / f"{subject}.py").read_text(encoding="utf-8")
+    for subject in SUBJECTS
+]
+DEFINITIONS = {text: tb.main_definitions(text)[0] for text in (SCRIPT, *ANSWERS)}
 
 
 def quote(name: str) -> str:
     """What stands under `<!-- snippet: name -->`."""
     file, _, answer = name.partition(".")
     if file != "whiteboard":
-        return DEFINITIONS[name][0].rstrip("\n")
-    text = next(text for text, definitions in WHITEBOARD.items() if answer in definitions)
-    source = re.sub(r"\A(?:(?:import|from) .*\n|\n)*", "", tb.main_source([answer], text))
-    return re.sub(r"\n{3,}", "\n\n", source).rstrip("\n")
+        return DEFINITIONS[SCRIPT][name][0].rstrip("\n")
+    text = next(text for text in ANSWERS if answer in DEFINITIONS[text])
+    source = re.sub(r"^(?:from|import) .*\n", "", tb.main_source([answer], text), flags=re.M)
+    return re.sub(r"\n{3,}", "\n\n", source).strip("\n")
 
 
 def benchmark_row(row: str) -> list[str]:
@@ -181,7 +178,7 @@ def recipe_table(title: str) -> str:
 
 def fault_table() -> str:
     """What the demos say of the classics among the planted faults."""
-    from notes import planted_faults  # noqa: PLC0415, the other kinds do without
+    from notes import planted_faults  # noqa: PLC0415, it brings torch
 
     return planted_faults.classics()
 

@@ -141,7 +141,12 @@ class Piece(NamedTuple):
 @functools.cache
 def pieces() -> tuple[dict[str, list[str]], list[Piece]]:
     """The choices with their options, and the pieces, of pieces.txt."""
-    head, *parts = re.split(r"^== ", read("pieces.txt"), flags=re.M)
+    return parsed_pieces(read("pieces.txt"))
+
+
+def parsed_pieces(text: str) -> tuple[dict[str, list[str]], list[Piece]]:
+    """The same of any text in that form."""
+    head, *parts = re.split(r"^== ", text, flags=re.M)
     choices = {}
     for line in head.split("\n"):
         if line.startswith("choice "):
@@ -172,11 +177,14 @@ def body_of(choices: dict[str, str], given: dict[str, str]) -> str:
     return re.sub(r"\n{3,}", "\n\n", text) + "\n"
 
 
-def filled(slot: str, choices: dict[str, str], given: dict[str, str]) -> list[str]:
+def filled(
+    slot: str, choices: dict[str, str], given: dict[str, str], parts: list[Piece] | None = None
+) -> list[str]:
     """The lines of a slot, with the slots inside it filled; none where no piece fits."""
+    parts = pieces()[1] if parts is None else parts
     if slot in given:
         return [given[slot]]
-    fitting = [one for one in pieces()[1] if one.slot == slot and fits(one.wanted, choices)]
+    fitting = [one for one in parts if one.slot == slot and fits(one.wanted, choices)]
     if len(fitting) > 1:
         raise ValueError(f"{len(fitting)} pieces fit slot {slot}, at most one may")
     out: list[str] = []
@@ -185,7 +193,7 @@ def filled(slot: str, choices: dict[str, str], given: dict[str, str]) -> list[st
         if inner:
             out += [
                 f"{inner[1]}{one}" if one else ""
-                for one in filled(inner[2], choices, given)
+                for one in filled(inner[2], choices, given, parts)
             ]
         else:
             out.append(line)
@@ -211,8 +219,8 @@ def clean_paper(seed: int, faults: int) -> Paper:
         names.update(zip(own, draw.one(columns)))
     given = dict(zip(SIZE_NAMES, map(str, draw.one(SIZES))))
     given["text"] = f'TEXT = "{draw.one(read("texts.txt").splitlines())}"'
-    norm = draw.one(pieces()[0]["norm"])  # once: the long ones would seldom fit
-    while True:
+    norm = draw.one(("builtin", "builtin", "builtin", "deviation", "variance"))
+    while True:  # norm is not drawn again: the long ones would seldom fit
         choices = {name: draw.one(options) for name, options in pieces()[0].items()}
         choices["norm"] = norm
         body = body_of(choices, given)

@@ -224,13 +224,26 @@ TELLING: tuple[tuple[str, Words], ...] = (  # from what tells most to what tells
 ORDER = {name: rank for rank, (name, _) in enumerate(TELLING)}
 
 
+NOTHING = 1e-3  # of the largest logit: what should not be and is less than this is not
+
+
 def rank(name: str, theirs: Reading) -> int:
     """How much a finding of theirs tells: exceptions first, what theirs does not hold last."""
     if name.endswith(" raises"):
         return -1
     found = theirs.get(name)
-    small = name == "gradients" and found and all(state == "some" for _, state in found)
-    return len(ORDER) + (found is None) if small or found is None else ORDER.get(name, len(ORDER))
+    if found is None:
+        return len(ORDER) + 1
+    silent = (
+        (name == "gradients" and all(state == "some" for _, state in found))
+        or (name in ("later tokens", "row alone", "beginning alone") and not moves(found))
+        or (name == "repeated token" and moves(found))
+    )
+    return len(ORDER) if silent else ORDER.get(name, len(ORDER))
+
+
+def moves(found: Measured) -> bool:
+    return not largest(found) <= NOTHING * found.unit
 
 
 def symptom(name: str, theirs: Reading, wanted: Reading) -> str:

@@ -75,6 +75,18 @@ def test_wrong_block_runs_and_differs(model, tmp_path):
         assert (model(ids) - whole).abs().max() > 0.1
 
 
+def test_a_block_imports_what_lies_beside_its_file(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    head, block = answer().split("class ModernBlock")
+    (tmp_path / "my_parts_of_a_block.py").write_text(head)
+    mine = "from my_parts_of_a_block import *\n\nclass ModernBlock" + block
+    own = OwnFile(written(tmp_path / "mine.py", mine))
+    assert own.verdict.right
+    own.put_in(model, SIZES, 10_000.0, 1e-6)
+    with torch.no_grad():
+        assert model.generate(torch.randint(31, (1, 9)), 4).shape == (1, 13)
+
+
 def test_base_and_eps_in_any_spelling():
     constants = Constants({10000: 100000.0, 1e-6: 1e-5})
     text = "a = 10000\nb = 10_000.0\nc = 1e4\nd = 10**4\ne = 1e-6\nf = 10**-6\ng = -1e-6\nh = 1e5\n"

@@ -3,8 +3,11 @@
 The planted mistakes and the right answers in other styles are those of test_practice.
 """
 
+import functools
 import re
+from pathlib import Path
 
+import practice_wrong
 import pytest
 import torch
 
@@ -13,8 +16,9 @@ from judge.catalogue import TASKS
 from judge.exercises import answer_outcomes
 from judge.gradients import CASES as BY_HAND
 from judge.judging import judge
-from judge.mistakes import mistakes_of
+from judge.mistakes import mistakes_of, read_mistakes
 from judge.state import neutral
+from judge.verdict import UNKNOWN, Verdict
 
 NEWER = [task.name for task in TASKS.values() if task.level > 3]
 HARD = {
@@ -27,7 +31,7 @@ HARD = {
 }
 
 
-def verdict_on(name: str, text: str):
+def verdict_on(name: str, text: str) -> Verdict:
     (verdict,) = judge(text, [name])
     return verdict
 
@@ -205,3 +209,34 @@ def test_what_is_settled_as_free_is_right(name):
         assert text.count(old) == 1
         verdict = verdict_on(name, text.replace(old, new))
         assert verdict.right, verdict.text()
+
+
+# Slips in the styles of practice_answers, written down before they were judged.
+OTHERS = Path(__file__).with_name("wrong_in_other_styles.txt").read_text(encoding="utf-8")
+SECTIONS = dict(
+    part.split("\n", 1) for part in re.split(r"^# ", OTHERS, flags=re.M)[1:]
+)  # "explicit gae": its slips
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_slips_in_other_styles_are_refused(section):
+    for says, verdict in judged_slips(section):
+        assert not verdict.right, says
+
+
+def test_most_slips_in_other_styles_are_named():
+    found = [verdict for section in SECTIONS for _, verdict in judged_slips(section)]
+    named = [v for v in found if v.mistake or not v.lines[0].startswith((UNKNOWN, "case: "))]
+    assert len(found) >= 115
+    assert len(named) >= 0.85 * len(found), f"{len(named)} of {len(found)}"
+
+
+@functools.cache
+def judged_slips(section: str) -> list[tuple[str, Verdict]]:
+    """What each slip is, and what the judge says of the definition with it."""
+    style, name = section.split(" ")
+    found = []
+    for one in read_mistakes(SECTIONS[section]):
+        wrong = practice_wrong.Wrong(name, one.says, style, one.old, one.new)
+        found.append((one.says, verdict_on(name, practice_wrong.text_of(wrong))))
+    return found

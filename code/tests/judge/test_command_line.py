@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import practice
-from judge.answers import answer_source, execute, whiteboard
+from judge.answers import answer_source, execute, planted, whiteboard
 from judge.catalogue import LEVELS, TASKS
 from judge.judging import judge
 from judge.mistakes import mistakes_of
@@ -92,6 +92,45 @@ def test_answer_prints_a_text_that_runs(command):
     status, out, _ = command("answer", "ModernBlock")
     assert status == 0 and out == answer_source("ModernBlock")
     assert judge(out, ["ModernBlock"])[0].right
+
+
+def test_exercises_and_definitions_of_the_script_point_to_each_other(command):
+    status, _, err = command("answer", "ModernDecoderBlock")
+    assert status == 2 and "transformer_block.py --show ModernDecoderBlock" in err
+    script = [sys.executable, CODE / "transformer_block.py", "--show", "ModernBlock"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "practice.py answer ModernBlock" in done.stderr
+
+
+def test_read_prints_the_section_of_the_notes(command):
+    status, out, _ = command("read", "rotate")
+    assert status == 0 and out.startswith("### 4.2 RoPE") and "### 4.3" not in out
+    for name in TASKS:
+        assert command("read", name)[1].startswith("#"), name
+
+
+def test_blank_all_is_every_template(command):
+    out = command("blank", "all")[1]
+    assert [name for name in TASKS if not re.search(rf"^(class|def) {name}\b", out, re.M)] == []
+
+
+def test_hints_keep_the_name_back_twice(tmp_path, command):
+    mine = tmp_path / "mine.py"
+    mine.write_text(planted("swiglu", mistakes_of("swiglu")[0]))
+    says = mistakes_of("swiglu")[0].says
+    first, second, third = (command("try", mine, "--hint")[1] for _ in range(3))
+    assert says not in first and "case: swiglu" in first and "expected" in first
+    assert says not in second and "the mistake is one of swiglu's" in second
+    assert says in third
+    mine.write_text(planted("swiglu", mistakes_of("swiglu")[2]))
+    assert mistakes_of("swiglu")[2].says not in command("try", mine, "--hint")[1]
+
+
+def test_case_prints_lines_for_a_repl(tmp_path, command):
+    mine = tmp_path / "mine.py"
+    mine.write_text(planted("swiglu", mistakes_of("swiglu")[0]))
+    out = command("try", mine, "--case")[1]
+    assert "torch.Generator().manual_seed(0)" in out and re.search(r"swiglu\(.*# expected", out)
 
 
 def test_fault_shows_a_wrong_answer_and_reveal_says_which(command):
