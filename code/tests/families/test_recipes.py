@@ -131,7 +131,7 @@ def test_an_outline_is_the_whole_model_with_one_block_a_kind(name, monkeypatch):
 
     def one_expert(self, router, experts, *others, **options):
         first = next(iter(experts))
-        make(self, router, [first] * router.n_experts, *others, **options)
+        make(self, router, [first] * router.router.out_features, *others, **options)
 
     monkeypatch.setattr(tb.MixtureFFN, "__init__", one_expert)
     with torch.device("meta"), recipes.Unfilled():
