@@ -124,8 +124,8 @@ def quote(name: str) -> str:
     if file != "whiteboard":
         return DEFINITIONS[SCRIPT][name][0].rstrip("\n")
     text = next(text for text in ANSWERS if answer in DEFINITIONS[text])
-    source = tb.main_source([answer], text).partition("\n\n\n")[2]  # without the imports
-    return re.sub(r"\n{3,}", "\n\n", source).rstrip("\n")
+    source = re.sub(r"^(?:from|import) .*\n", "", tb.main_source([answer], text), flags=re.M)
+    return re.sub(r"\n{3,}", "\n\n", source).strip("\n")
 
 
 def benchmark_row(row: str) -> list[str]:

@@ -22,7 +22,13 @@ settings.load_profile("ci")
 
 # A file stays on one core, where what its tests share is made once; the longest come first. The
 # tests of these share nothing: they are dealt out singly at the end, so that no core waits long.
-LONG = ("test_compile", "test_checkpoints", "test_script", "test_planted_faults")
+LONG = (
+    "test_compile",
+    "test_script",
+    "test_planted_faults",
+    "test_checkpoints",
+    "test_after_2025",
+)
 SINGLE = ("test_practice",)
 
 
