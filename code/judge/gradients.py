@@ -268,8 +268,9 @@ def value_case(text: str, expression: Callable) -> Case:
         start = {f"{n}.grad before": number(leaf.grad, ".grad") for n, leaf in leaves.items()}
         y = expression(**leaves)
         y.backward()
-        gradients = {f"{n}.grad": number(leaf.grad, ".grad") for n, leaf in leaves.items()}
-        return {**start, "y.data": number(y.data, ".data"), **gradients}
+        found = [number(y.data, ".data")]
+        found += [number(leaf.grad, ".grad") for leaf in leaves.values()]
+        return {**start, "y.data, a.grad, b.grad, c.grad": torch.stack(found)}
 
     return Case(f"y of a, b, c = Value(0.7), Value(1.9), Value(-0.4): {text}", run, EXACT)
 
