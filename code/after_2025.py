@@ -425,7 +425,7 @@ class IndexedSparseAttention(nn.Module):
     numbers are cached a token, and the indexer still sees every key. Up to top_k tokens it is attn.
 
     forward is attn's; kv_cache is an IndexedCache. The choice has no gradient: the indexer learns
-    from a loss on index_scores, which moves nothing else (§2.1.1 of the report: its input is
+    from a loss on index_scores, which moves nothing else (§2.1 of the report: its input is
     detached). One token without masks reads the chosen rows, otherwise a mask hides the others.
     """
 

@@ -67,7 +67,7 @@ class NarrowValueAttention(nn.Module):
     """Grouped attention whose values are narrower than its keys, and scaled (MiMo-V2-Flash).
 
     Versus MultiHeadAttention: v has v_dim channels a head and is multiplied by value_scale before
-    it is cached (0.707 = sqrt(d / (H v_dim)) in MiMo-V2-Flash, its report §2), so a token caches
+    it is cached (0.707 = sqrt(d / (H v_dim)) in MiMo-V2-Flash), so a token caches
     G (head_dim + v_dim) numbers. The scale of the scores is head_dim^-0.5. Sinks come by
     attend=SinkAttention(H), windows by the mask.
 
@@ -348,7 +348,7 @@ class CompressedCache(StateCache):
 
 
 class CompressedAttention(nn.Module):
-    """DeepSeek-V4's attention: one vector a token is key and value of all heads (report §2.3).
+    """DeepSeek-V4's attention (arXiv:2606.19348): one vector a token is key and value of all heads.
 
     Versus MultiHeadLatentAttention: nothing is expanded; k = v = norm(kv_proj(x)), head_dim wide,
     its first channels turned, so that the heads' outputs carry a rotation, which is turned back by
@@ -511,9 +511,9 @@ class GatedLatentAttention(SinkLatentAttention):
 class SharedIndexAttention(nn.Module):
     """Reads what the last IndexedSparseAttention below it has chosen; has no indexer, no index key.
 
-    Cross-layer sharing of Hy4 (57 of its 78 layers) and GLM-5.2. forward takes choice, a list whose
-    last entry is that layer's [B, T, top_k] or None for all (ValueError without one), and what attn
-    takes; kv_cache is attn's. Returns what attn does.
+    Cross-layer sharing of Hy4 (57 of its 78 layers) and GLM-5.2 (arXiv:2603.12201). forward takes
+    choice, a list whose last entry is that layer's [B, T, top_k] or None for all (ValueError
+    without one), and what attn takes; kv_cache is attn's. Returns what attn does.
     """
 
     def __init__(self, attn: nn.Module):

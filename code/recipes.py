@@ -12,9 +12,7 @@ the rotated channels are permuted to halves.
 import argparse
 import collections
 import dataclasses
-import difflib
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
@@ -652,7 +650,7 @@ RECIPES_2026 = {
             "rope_dim": 64,
         },
         (284e9, 13e9),
-        "DeepSeek-V4 report §4.2.1 (copy); 13B leaves the input table out",
+        "arXiv:2606.19348 §4.2.1 (copy); 13B leaves the input table out",
         ADJACENT,
         second_hand=frozenset({"Theta", "eps", "FFN", "Vocabulary"}),
         kinds=lambda layer: (layer < 3, v4_flash_rate(layer)),
@@ -1392,31 +1390,26 @@ def value_and_key(attn: nn.Module) -> int:
     return 2 * attn.head_dim
 
 
-def nearest(name: str) -> str:
-    """The names that a wrong one may have meant, or all."""
-    folded = {known.casefold(): known for known in ROWS}
-    close = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)
-    close = close or [known for known in folded if name.casefold() in known]
-    return ", ".join(folded[known] for known in close) or ", ".join(ROWS)
+def answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print the model that is asked for, or all; the exit status."""
+    wanted = " ".join(options.name)
+    known = {name.casefold(): name for name in ROWS}
+    if wanted and wanted.casefold() not in known:
+        near = tb.main_nearest(wanted, ROWS) or ROWS
+        parser.error(f"no model {wanted!r}; nearest: {', '.join(near)}")
+    print(details(known[wanted.casefold()]) if wanted else overview())
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(
+        prog="recipes.py",
         description=__doc__.partition("\n")[0],
         epilog='names: "Llama-3 8B", "gpt-oss 20b", ... in any case; without one, all are listed',
     )
     parser.add_argument("name", nargs="*", help="a model of the table")
-    options = parser.parse_args(argv)
-    wanted = " ".join(options.name)
-    known = {name.casefold(): name for name in ROWS}
-    if wanted and wanted.casefold() not in known:
-        parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
-    text = details(known[wanted.casefold()]) if wanted else overview()
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return tb.main_program(parser, argv, partial(answer, parser))
 
 
 if __name__ == "__main__":

@@ -3029,8 +3029,8 @@ def prove_D09_replaced_routers(_device: str) -> dict[str, bool]:
         "counts are as many as logits": len(soft.tokens_per_expert) == 6,
     } | check_refused(
         (ValueError, lambda: switch(x), "router(x)", [2, 5]),
-        (ValueError, lambda: routed(halves, chosen + 1), "router(x)[1]", "0 … 2", "2 other"),
-        (ValueError, lambda: routed(halves, chosen - 1), "router(x)[1]", "0 … 2", "1 other"),
+        (ValueError, lambda: routed(halves, chosen + 2), "router(x)[1]", "0 … 2", "3 other"),
+        (ValueError, lambda: routed(halves, chosen - 2), "router(x)[1]", "0 … 2", "2 other"),
         (ValueError, lambda: routed(halves, chosen[:1]), "router(x)[1]", [1, 2]),
         (ValueError, lambda: routed(halves[:, :1], chosen), "router(x)[0]", [2, 1]),
         (TypeError, lambda: routed(halves, halves), "router(x)[1]", "float32"),
@@ -3437,6 +3437,7 @@ MAIN_NEIGHBOURS = {  # files beside this one, and the command that prints what t
     "whiteboard.py": "practice.py answer",
     "whiteboard/*.py": "practice.py answer",
     "after_2025.py": "after_2025.py --show",
+    "after_2026.py": "after_2026.py --show",
 }
 
 

@@ -22,7 +22,8 @@ class Unjudged(Exception):  # noqa: N818
 class Case(NamedTuple):
     """A call as shown, what it gives by name, and how that is compared.
 
-    half: it runs in less than float64. inputs: the arguments by name, where they can be printed.
+    half: it runs in less than float64. inputs: the arguments by name, where they can be printed;
+    independent where others of their shapes would do as well.
     """
 
     call: str
@@ -30,6 +31,7 @@ class Case(NamedTuple):
     how: Expectation = Expectation()
     half: bool = False
     inputs: Mapping[str, object] | None = None
+    independent: bool = True
 
 
 class ArrayFunction:

@@ -93,7 +93,8 @@ def arrays_case(
 
     call = ", ".join(f"{k}{argument_as_shown(v)}" for k, v in arguments.items())
     letters = {size: letter for letter, size in sizes.items()}
-    return Case(f"{name}({call}){more}", run, Expectation(letters, close), inputs=arguments)
+    how, whole = Expectation(letters, close), "lse" in arguments
+    return Case(f"{name}({call}){more}", run, how, inputs=arguments, independent=not whole)
 
 
 def cross_entropy_cases() -> list[Case]:
@@ -119,7 +120,7 @@ def linear_backward_cases() -> list[Case]:
     w, found = drawn("w", 7, 6), []
     for axes in ((1,), (5,), (2, 5), (2, 3, 5)):
         found.append(case(x=drawn("x", *axes, 6), w=w, dy=drawn("dy", *axes, 7)))
-    return found
+    return [*found, case(x=drawn("x", 2, 5, 6), w=drawn("w", 6, 6), dy=drawn("dy", 2, 5, 6))]
 
 
 def norm_backward_cases(name: str, results: tuple[str, ...]) -> list[Case]:

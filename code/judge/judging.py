@@ -241,9 +241,8 @@ class Judge:
         mistake = " AND ".join(filter(None, (more, named.text if named else ""))) or None
         said = f"one of several mistakes: {mistake}" if named and named.of_several else mistake
         if mistake is None:
-            mistake = said = dtype_mistake(difference.lines)
-        if mistake is None and difference.where == "trouble":
-            mistake = difference.lines[0]
+            words = difference.lines[0] if difference.where == "trouble" else None
+            mistake = said = words or dtype_mistake(difference.lines)
         case, lines = one.cases[i] if len(one.cases) == len(theirs.cases) else theirs.cases[i], []
         if difference.where == "trouble":
             lines = [said or difference.lines[0], f"case: {case.call}"]

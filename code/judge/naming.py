@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from judge.answers import answer_source, parts_of
@@ -71,7 +72,21 @@ def behaves_as(mistake: Outcomes, other: Outcomes, order: Iterable[int]) -> bool
     Where a mistake leaves a row without keys, some get NaN and some zeros: NaN is passed over.
     Two texts with one mistake raise in the same cases, each in words of its own.
     """
-    return all(alike(mistake[i], other[i], mistake.cases[i].how) for i in order)
+    for i in order:
+        known, theirs = mistake[i], other[i]
+        how = mistake.cases[i].how
+        if not alike(with_zeros(known, theirs), with_zeros(theirs, known), how):
+            return False
+    return True
+
+
+def with_zeros(outcome: dict[str, object], other: dict[str, object]) -> dict[str, object]:
+    """An outcome whose missing gradients are zeros of the other's shapes: 0 * q, or no q at all."""
+    found = dict(outcome)
+    for key, value in other.items():
+        if key in found and found[key] is None and isinstance(value, Tensor):
+            found[key] = torch.zeros_like(value)
+    return found
 
 
 def alike(known: dict, theirs: dict, how: Expectation) -> bool:
@@ -113,10 +128,12 @@ def returns_anything(theirs: Outcomes) -> bool:
     return any("raised" not in theirs[i] for i in range(len(theirs.cases)))
 
 
-def nearness(mistake: Outcomes, theirs: Outcomes) -> int:
-    """The size of the largest gap in decades: of two mistakes that fit, which is nearer."""
-    gaps = [largest_gap(mistake[i], theirs[i]) for i in range(len(theirs.cases))]
-    return math.floor(math.log10(max(gaps) + 1e-9))
+def nearness(mistake: Outcomes, theirs: Outcomes) -> tuple[bool, int]:
+    """Of two mistakes that fit, which is nearer: without NaN passed over, then by decades."""
+    cases, places = theirs.cases, range(len(theirs.cases))
+    strict = all(first_difference(mistake[i], theirs[i], cases[i].how) is None for i in places)
+    gaps = [largest_gap(mistake[i], theirs[i]) for i in places]
+    return not strict, math.floor(math.log10(max(gaps) + 1e-9))
 
 
 def nearest_mistake(name: str, theirs: Outcomes, order: list[int]) -> Mistake | None:
@@ -129,9 +146,7 @@ def nearest_mistake(name: str, theirs: Outcomes, order: list[int]) -> Mistake | 
     return min(fitting)[2] if fitting else None
 
 
-def explained_results(
-    answer: dict, mistake: dict, theirs: dict, how: Expectation
-) -> list[object]:
+def explained_results(answer: dict, mistake: dict, theirs: dict, how: Expectation) -> list[object]:
     """The results that are wrong as a mistake makes them wrong."""
     if any(problem_of(one) is not None for one in (answer, mistake, theirs)):
         return []

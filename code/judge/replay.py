@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from judge.cases import Outcomes, result_of
+from judge.cases import Case, Outcomes, result_of
 from judge.classes import ClassExercise
 from judge.compare import Expectation, brief_value, tensor_difference
 from judge.naming import Wrong
@@ -27,7 +27,7 @@ ROUNDING = Expectation(close=1e-4)
 def replay_function(name: str, answer: Outcomes, theirs: Outcomes, wrong: Wrong) -> str | None:
     """The smallest failing call; None where its inputs cannot be written as a few lines."""
     for i, _ in wrong:
-        for lines, inputs in written_inputs(theirs.cases[i].inputs or {}):
+        for lines, inputs in written_inputs(theirs.cases[i]):
             want, have = (value_of(one.subject, inputs) for one in (answer, theirs))
             call = f"{name}({', '.join(inputs)})"
             shown = shown_difference(call, want, have)
@@ -36,13 +36,12 @@ def replay_function(name: str, answer: Outcomes, theirs: Outcomes, wrong: Wrong)
     return None
 
 
-def written_inputs(
-    inputs: Mapping[str, object],
-) -> Iterator[tuple[list[str], dict[str, object]]]:
+def written_inputs(case: Case) -> Iterator[tuple[list[str], dict[str, object]]]:
     """Inputs of the same shapes, and the lines that make them: drawn anew, at last as they are."""
+    inputs = case.inputs
     if not inputs:
         return
-    for scale in SCALES:
+    for scale in SCALES if case.independent else ():
         for seed in range(SEEDS):
             generator = torch.Generator().manual_seed(seed)
             lines, values = [f"g = torch.Generator().manual_seed({seed})"], {}
@@ -90,6 +89,13 @@ def shown_difference(call: str, want: object, have: object) -> str | None:
         return None
     if isinstance(have, Exception):
         return f"{call}  # raises {type(have).__name__}, expected {brief_value(want)}"
+    if isinstance(want, tuple) and isinstance(have, tuple) and len(want) == len(have):
+        parts = enumerate(zip(want, have))
+        return next(filter(None, (shown_difference(f"{call}[{i}]", *p) for i, p in parts)), None)
+    if isinstance(want, Tensor) and isinstance(have, float):
+        have = torch.tensor(have)
+    if isinstance(want, tuple):
+        return f"{call}  # expected {brief_value(want)}, yours {brief_value(have)}"
     if not isinstance(want, Tensor):
         return None if want == have else f"{call}  # expected {want!r}, yours {brief_value(have)}"
     if tensor_difference(want, have, ROUNDING) is None:
@@ -97,7 +103,10 @@ def shown_difference(call: str, want: object, have: object) -> str | None:
     if not isinstance(have, Tensor) or have.shape != want.shape:
         return f"{call}.shape  # expected {list(want.shape)}"
     gap = (want.detach().double() - have.detach().double()).abs().nan_to_num(torch.inf)
-    at = tuple((gap > ROUNDING.close * want.double().abs().max()).nonzero()[0].tolist())
+    places = (gap > ROUNDING.close * want.double().abs().max()).nonzero()
+    if not len(places):  # of another dtype
+        return None
+    at = tuple(places[0].tolist())
     place = f"[{', '.join(map(str, at))}]" if at else ""
     values = f"expected {brief_value(want[at])}, yours {brief_value(have[at])}"
     return f"{call}{place}  # {values}"

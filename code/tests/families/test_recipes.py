@@ -434,10 +434,8 @@ def test_a_later_model_says_what_it_caches_and_its_parts_add_up(run, name):
     ],
 )
 def test_wrong_names_get_the_nearest(arguments, words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        recipes.main(arguments)
+    assert recipes.main(arguments) == 2
     said = capsys.readouterr()
-    assert stopped.value.code == 2
     assert not said.out
     assert all(word in said.err for word in words), said.err
 
@@ -447,11 +445,11 @@ def test_closed_pipe_and_ascii():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     reader, writer = os.pipe()
     os.close(reader)
-    for out in (writer, subprocess.DEVNULL):
+    for out, status in ((writer, 1), (subprocess.DEVNULL, 0)):
         done = subprocess.run(
             command, stdout=out, stderr=subprocess.PIPE, env=environment, check=False
         )
-        assert (done.returncode, done.stderr) == (0, b"")
+        assert (done.returncode, done.stderr) == (status, b"")
     os.close(writer)
 
 

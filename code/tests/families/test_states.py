@@ -10,6 +10,8 @@ import transformer_block as tb
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import after_2025
+import after_2026
 from after_2025 import (
     DeltaNetState,
     GatedDeltaNet,
@@ -385,3 +387,47 @@ def test_a_loss_on_index_scores_moves_the_indexer_alone():
     layer(x, causal=True, cos=COS, sin=SIN)[0].square().sum().backward()
     moved = {name for name, p in layer.named_parameters() if p.grad is not None and p.grad.any()}
     assert moved == {name for name, _ in layer.named_parameters() if name.startswith("attn.")}
+
+
+# === Parts are called, not read around =======================================================
+
+
+def compressed() -> nn.Module:
+    return after_2026.check_compressed_layer("csa")
+
+
+def narrow() -> nn.Module:
+    layer = after_2026.NarrowValueAttention(D, 2, 1, head_dim=4, v_dim=3)
+    return tb.check_randomized(layer)
+
+
+def gated() -> nn.Module:
+    attn = tb.MultiHeadAttention(D, 2, 1, head_dim=4, rope=True, qk_norm=True)
+    return tb.check_randomized(after_2025.OutputGatedAttention(attn))
+
+
+def group() -> nn.Module:
+    return after_2026.check_group(2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [delta_net, indexed, compressed, narrow, gated, group])
+def test_every_part_with_weights_goes_through_its_own_call(make):
+    """So that hooks, offloading and shards see it: at once, and in steps with a cache."""
+    layer, width = make(), 10 if make is compressed else D
+    x = draw(1, 8, 2, width) if make is group else draw(1, 8, width)
+    options = {"causal": True, "cos": COS, "sin": SIN}
+    if make is group:
+        options.pop("causal")
+    called = set()
+    for name, part in layer.named_modules():
+        if name and any(True for _ in part.parameters(recurse=False)):
+            part.register_forward_hook(lambda *_, name=name: called.add(name))
+    wanted = {name for name, part in layer.named_modules() if name and part._forward_hooks}
+    cache = layer.new_cache() if hasattr(layer, "new_cache") else tb.KVCache()
+    layer(x, **options)
+    assert called == wanted
+    for part in x.split((5, 1, 1, 1), dim=1):
+        called.clear()
+        layer(part, kv_cache=cache, **options)
+        assert called == wanted

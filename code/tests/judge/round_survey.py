@@ -113,6 +113,8 @@ def main(first: int, last: int, faults: int = 4) -> None:
             print(f"seed {seed}: {one}", flush=True)
         for one in found["done"]:
             print(f"seed {seed}: {one} passes for done", flush=True)
+        if seed % 10 == 9:
+            print(seed + 1, dict(total), dict(worst), flush=True)
     print(dict(total), dict(worst))
 
 

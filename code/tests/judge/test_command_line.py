@@ -1,6 +1,7 @@
 """The command line of practice.py."""
 
 import ast
+import datetime
 import json
 import os
 import re
@@ -18,7 +19,8 @@ from judge.catalogue import LEVELS, TASKS
 from judge.judging import judge
 from judge.mistakes import mistakes_of
 from judge.process import CODE
-from judge.progress import progress_file
+from judge.progress import Progress, progress_file
+from judge.today import proposed, today
 
 RMS = "import torch\ndef rms_norm(x, weight, eps=1e-6):\n"
 RIGHT_RMS = "    return (x.double() * (x.double().square().mean(-1, True) + eps).rsqrt() * weight.double()).to(x.dtype)\n"
@@ -156,6 +158,43 @@ def test_list_shows_all_levels_and_what_is_solved(tmp_path, command):
     after = command("list")[1]
     assert re.search(r"\[x\] swiglu", after) and after.count("[x]") == 1
     json.loads((tmp_path / "progress.json").read_text())
+
+
+def test_today_proposes_what_failed_then_what_is_due_then_what_is_new(tmp_path):
+    day = datetime.date(2026, 3, 10)
+    tries = {
+        "swiglu": {"right": ["2026-03-01"], "failed": "2026-03-09", "mistake": "up is missing"},
+        "rotate": {"right": ["2026-03-08"]},  # right once: due after a day
+        "rms_norm": {"right": ["2026-03-01", "2026-03-08"]},  # twice: after three
+        "attention": {"right": ["2026-02-01", "2026-02-02", "2026-03-01"]},  # thrice: after seven
+    }
+    path = tmp_path / "progress.json"
+    path.write_text(json.dumps({"solved": {"causal_mask": "2026-03-01"}, "tries": tries}))
+    found = dict(proposed(Progress(path), day))
+    order = list(found)
+    assert order[0] == "swiglu" and "up is missing" in found["swiglu"]
+    assert order[1:4] == ["causal_mask", "attention", "rotate"]  # the first of an older form
+    assert "rms_norm" not in found and found[order[4]].startswith("new: ")
+    said = today(Progress(path), day)
+    assert said.count("\n  Q") == 5 and "practice.py debug --seed" in said
+    assert (
+        today(Progress(path), day + datetime.timedelta(1)).split("aloud")[1]
+        != said.split("aloud")[1]
+    )
+
+
+def test_tries_are_remembered_and_shown(tmp_path, command):
+    mine = tmp_path / "mine.py"
+    mine.write_text(command("blank", "swiglu")[1].replace("...", "return x"))
+    assert command("try", mine)[0] == 1
+    record = json.loads((tmp_path / "progress.json").read_text())["tries"]["swiglu"]
+    assert record["failed"] and record["right"] == [] and record["blank"] > 0
+    assert "swiglu" in command("today")[1].split("\n")[0]
+    mine.write_text(answer_source("swiglu"))
+    assert command("try", mine)[0] == 0
+    record = json.loads((tmp_path / "progress.json").read_text())["tries"]["swiglu"]
+    assert record["failed"] is None and len(record["right"]) == 1 and record["seconds"] >= 0
+    assert re.search(r"\[x\] swiglu.*\d{4}-\d\d-\d\d, \d+ min", command()[1])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"solved": 3}', '{"solved": {"nothing": 1}}'])

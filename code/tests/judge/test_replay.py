@@ -25,6 +25,12 @@ ROWS = [
     ("CrossDecoderLayer", "the second attention reads x;"),
     ("MixtralFFN", "the weights are not renormalised"),
     ("LoRALinear", "the scale is rank / alpha"),
+    ("layer_norm_backward", "the mean term of LayerNorm's gradient is missing"),
+    ("flash_backward", "delta is missing"),
+    ("softmax_cross_entropy", "the loss is in bits"),
+    ("left_pad", "positions count from 1"),
+    ("grpo_loss", "nothing is clipped"),
+    ("WindowAttention", "the keys are not turned"),
 ]
 
 

@@ -100,7 +100,7 @@ def test_bpe_encode_against_tokenizers() -> None:
 
 def test_bpe_decode_of_broken_bytes() -> None:
     merges = [(b"\xe6", b"\x9d"), (b"a", b"b")]
-    for ids in ([0xE6], [256], [0x9D, 257, 0xFF], [256, 0xB1, 98], [0xC3], []):
+    for ids in ([97, 97], [0xE6], [256], [0x9D, 257, 0xFF], [256, 0xB1, 98], [0xC3], []):
         vocabulary = {256: b"\xe6\x9d", 257: b"ab"}
         joined = b"".join(vocabulary.get(i) or bytes([i]) for i in ids)
         assert wb.bpe_decode(ids, merges) == joined.decode("utf-8", errors="replace")

@@ -98,7 +98,15 @@ def test_shown_with_an_alt_text(name):
     assert all(len(alt.split()) >= 12 for alt in alt_texts(name))
 
 
-MEASURED = ["gpt2_llama", "stream_growth", "kv_sharing", "mla", "cache_per_token", "weights"]
+MEASURED = [
+    "gpt2_llama",
+    "stream_growth",
+    "kv_sharing",
+    "mla",
+    "cache_per_token",
+    "mixed_caches",
+    "weights",
+]
 
 
 @pytest.mark.parametrize("name", MEASURED)

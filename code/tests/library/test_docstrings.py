@@ -7,14 +7,14 @@ import re
 import pytest
 import transformer_block as tb
 
-SOURCE = inspect.getsource(tb).partition("# === Argument checks")[0]
+SOURCE = inspect.getsource(tb).partition("# === Demos")[0]
 METHODS = {
     "KVCache": ["append", "reset", "truncate"],
     "DecoderOnlyLM": ["forward", "new_caches", "stream", "generate"],
 }
 # Bookkeeping and definitions that no paper is the source of.
 NO_PAPER = {
-    "at_least_float32", "without_later_keys", "combined_mask", "table_rows", "start_position",
+    "at_least_float32", "combined_mask", "table_rows", "start_position",
     "split_heads", "count_choices", "next_token_loss", "kv_cache_bytes",
 }  # fmt: skip
 
