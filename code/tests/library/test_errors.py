@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 SCRIPT = Path(tb.__file__)
-NO_LIBRARY = ("demo_", "check_", "reference_", "main")
+NO_LIBRARY = ("demo_", "check_", "prove_", "reference_", "main")
 
 # No two axes are alike and none is 1, so that none can stand in for another.
 B, T, S, D, H, G, D_FF, V, MAX_LEN = 3, 4, 5, 12, 6, 2, 10, 11, 20
@@ -708,6 +708,14 @@ def truncated(length):
 
 
 NEW = draw(B, G, 1, 2)
+
+
+def wider_block():
+    lm = tb.DecoderOnlyLM(V, **SIZES)
+    lm.blocks[1] = tb.ModernDecoderBlock(D, attn=tb.MultiHeadAttention(D, 2, head_dim=4, rope=True))
+    return (lambda: lm(IDS)), [lm]
+
+
 COMBINATIONS = {
     "append past max_len": (
         appended(draw(B, G, 2, 2), draw(B, G, 2, 2), max_len=3),
@@ -926,6 +934,11 @@ COMBINATIONS = {
         lambda: ((lambda: tb.DecoderOnlyLM(V, **SIZES, rope_dim=4)), []),
         ValueError,
         "rope_dim .*2.*4",
+    ),
+    "a block put in later that turns more than the tables": (
+        wider_block,
+        ValueError,
+        "rope_dim is 2 .*4",
     ),
     "blocks that turn different widths without a rope_dim": (
         lambda: ((lambda: tb.DecoderOnlyLM(V, **SIZES, make_block=uneven_block)), []),
