@@ -3406,11 +3406,13 @@ def prove_D15_devices(device: str) -> dict[str, bool]:
         grown, logits = lm.generate(ids, 2, key_padding_mask=ids > 0, eos_id=3), lm(ids)
         made = [grown, logits, next_token_loss(logits, ids), decoder(x, x), moe(x)]
         made += [*build_rope_cache(3, 4, device=device), gpt2(x, kv_cache=KVCache())]
-        made += [path(q, q[:, :, 1:], q[:, :, 1:], causal=True) for path in paths] + [plain(ids)]
+        out = [path(q, q[:, :, 1:], q[:, :, 1:], causal=True) for path in paths]
+        made += [*out, plain(ids)]
         tables = DecoderOnlyLM(7, 16, 1, 4, 2)._rope_tables
         default = [build_rope_cache(3, 4)[0], sinusoidal_positions(3, 4)]
     claims = {
         "stays on the device": {t.device.type for t in made} == {torch.device(device).type},
+        "both paths agree there": check_close(*out[:2], 1e-5),
         "tables of a skeleton": all(t.device.type == "cpu" for t in tables),
         "follows the default device": all(t.device.type == "meta" for t in default),
     }
