@@ -129,9 +129,7 @@ def nearest_mistake(name: str, theirs: Outcomes, order: list[int]) -> Mistake | 
     return min(fitting)[2] if fitting else None
 
 
-def explained_results(
-    answer: dict, mistake: dict, theirs: dict, how: Expectation
-) -> list[object]:
+def explained_results(answer: dict, mistake: dict, theirs: dict, how: Expectation) -> list[object]:
     """The results that are wrong as a mistake makes them wrong."""
     if any(problem_of(one) is not None for one in (answer, mistake, theirs)):
         return []
