@@ -119,7 +119,8 @@ def linear_backward_cases() -> list[Case]:
     w, found = drawn("w", 7, 6), []
     for axes in ((1,), (5,), (2, 5), (2, 3, 5)):
         found.append(case(x=drawn("x", *axes, 6), w=w, dy=drawn("dy", *axes, 7)))
-    return found
+    square = drawn("w", 6, 6)  # where a turned weight fits as well
+    return [*found, case(x=drawn("x", 2, 5, 6), w=square, dy=drawn("dy", 2, 5, 6))]
 
 
 def norm_backward_cases(name: str, results: tuple[str, ...]) -> list[Case]:

@@ -142,7 +142,7 @@ class TableModel(nn.Module):
 # the mean choose apart: searched for, since with most tables a wrong search finds the same.
 COMPETING = (
     (75, 3, 4), (60, 3, 6), (30, 3, 5), (21, 3, 6), (42, 2, 4), (20, 3, 6), (12, 3, 6), (2, 3, 6),
-    (7, 3, 4), (16, 2, 6), (30, 3, 6),
+    (7, 3, 4), (16, 2, 6), (30, 3, 6), (69, 3, 6),
 )  # fmt: skip
 
 
