@@ -144,7 +144,9 @@ def swiglu_backward_cases() -> list[Case]:
     w["w_down"] = drawn("w_down", 6, 7) / 2
     x, dy = drawn("x", 2, 5, 6), drawn("dy", 2, 5, 6)
     cases = [case(x=x[0, :1], **w, dy=dy[0, :1]), case(x=x[0], **w, dy=dy[0])]
-    return [*cases, case(x=x, **w, dy=dy), case(x=5 * x, **w, dy=dy)]
+    square = {name: drawn(name, 6, 6) / 2 for name in w}  # where a turned weight fits as well
+    cases += [case(x=x, **w, dy=dy), case(x=5 * x, **w, dy=dy)]
+    return [*cases, case(x=x, **square, dy=dy)]
 
 
 def attention_backward_cases() -> list[Case]:
