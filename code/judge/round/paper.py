@@ -192,8 +192,7 @@ def filled(
         inner = re.fullmatch(r"( *)<<(\w+)>>", line)
         if inner:
             out += [
-                f"{inner[1]}{one}" if one else ""
-                for one in filled(inner[2], choices, given, parts)
+                f"{inner[1]}{one}" if one else "" for one in filled(inner[2], choices, given, parts)
             ]
         else:
             out.append(line)

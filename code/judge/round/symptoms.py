@@ -38,9 +38,7 @@ def logits(name: str, theirs: Measured, wanted: Measured, _: Reading) -> str:
     if missing:
         return f"{text} hold NaN in {missing} of {theirs.numbers.numel()} places"
     if theirs.numbers.shape != wanted.numbers.shape:
-        return (
-            f"{text} have shape {list(theirs.numbers.shape)}, not {list(wanted.numbers.shape)}"
-        )
+        return f"{text} have shape {list(theirs.numbers.shape)}, not {list(wanted.numbers.shape)}"
     gap = float((theirs.numbers - wanted.numbers).abs().max())
     return (
         f"{text} are off by up to {number(gap)}, {100 * gap / wanted.unit:.2g} % of the largest, from "
@@ -88,7 +86,9 @@ def schedule(name: str, theirs: Measured, wanted: Measured, _: Reading) -> str:
 
 def times(name: str, theirs: tuple, wanted: tuple, _: Reading) -> str:
     gaps = unequal(name, theirs, wanted)
-    return f"{len(gaps)} of {len(theirs)} parameters are {gaps[0][1]} times in the optimiser, not once"
+    return (
+        f"{len(gaps)} of {len(theirs)} parameters are {gaps[0][1]} times in the optimiser, not once"
+    )
 
 
 def decays(name: str, theirs: tuple, wanted: tuple, _: Reading) -> str:

@@ -106,9 +106,7 @@ def next_bug(states: States, state: State, theirs: dict[str, Reading]) -> dict:
     for number in range(len(states.planted)):
         if number not in state:
             for probe in PROBES:
-                with_it, without = (
-                    states.reading(one, probe) for one in (state, state | {number})
-                )
+                with_it, without = (states.reading(one, probe) for one in (state, state | {number}))
                 gaps = differing(with_it, without)
                 shown += [(rank(gap, theirs[probe.name]), number, probe.name, gap) for gap in gaps]
                 if breaks(with_it) and breaks(without):

@@ -201,7 +201,6 @@ def test_a_warm_child_judges_without_importing_torch_anew():
     """The seconds from the request to the verdict, without those of the import."""
     source = Source(answer_source("rms_norm"), "mine.py")
     with Child(WORKER) as warm:
-        time.sleep(0)
         list(Trial(source, ["rms_norm"]).verdicts())  # as long as the import takes
         start = time.perf_counter()
         verdicts = list(Trial(source, ["rms_norm"]).verdicts(warm))

@@ -73,9 +73,7 @@ def test_every_style_of_every_kind_stands_in_some_file_and_is_python_there():
             texts = [tuple(line.strip() for line in right) for right, _ in kind.styles]
             wrongs = [tuple(line.strip() for line in wrong) for _, wrong in kind.styles]
             stripped = [tuple(line.strip() for line in part) for part in (bug.right, bug.wrong)]
-            number = next(
-                i for i, both in enumerate(zip(texts, wrongs)) if list(both) == stripped
-            )
+            number = next(i for i, both in enumerate(zip(texts, wrongs)) if list(both) == stripped)
             if (kind.name, number) in left:
                 left.remove((kind.name, number))
                 ast.parse(paper.text([bug]))
