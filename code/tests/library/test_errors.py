@@ -725,12 +725,6 @@ def truncated(length):
 NEW = draw(B, G, 1, 2)
 
 
-def wider_block():
-    lm = tb.DecoderOnlyLM(V, **SIZES)
-    lm.blocks[1] = tb.ModernDecoderBlock(D, attn=tb.MultiHeadAttention(D, 2, head_dim=4, rope=True))
-    return (lambda: lm(IDS)), [lm]
-
-
 COMBINATIONS = {
     "append past max_len": (
         appended(draw(B, G, 2, 2), draw(B, G, 2, 2), max_len=3),
@@ -869,11 +863,6 @@ COMBINATIONS = {
     "rope_dim wider than what the blocks turn": (
         alone(lambda: tb.DecoderOnlyLM(V, **SIZES, rope_dim=4)),
         "rope_dim .*2.*4",
-    ),
-    "a block put in later that turns more than the tables": (
-        wider_block,
-        ValueError,
-        "rope_dim is 2 .*4",
     ),
     "blocks that turn different widths without a rope_dim": (
         alone(lambda: tb.DecoderOnlyLM(V, **SIZES, make_block=uneven_block)),
