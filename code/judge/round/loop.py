@@ -81,9 +81,9 @@ class Watch:
             for ids, targets, _ in step.calls:
                 loss = self.model(ids, targets)[1]
                 grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-                for sum_, grad in zip(total, grads):
+                for one, grad in zip(total, grads):
                     if grad is not None:
-                        sum_ += grad * len(ids)
+                        one.add_(grad, alpha=len(ids))
         self.asking = False
         rows = sum(len(ids) for ids, _, _ in step.calls) or 1
         return [one / rows for one in total]

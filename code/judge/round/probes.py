@@ -220,7 +220,7 @@ def batches(subject: Subject, layout: Layout) -> Reading:
 
 
 def greedy(subject: Subject, layout: Layout) -> Reading:
-    """P11: generate at temperature 0 against a loop over their own logits, and the mode after it."""
+    """P11: generate at temperature 0 against a loop over their own logits; the mode behind it."""
     found: Reading = {}
     bias = subject.names["last_norm"] + ".bias"  # it would favour one token everywhere
     varied = {name: 0 * w if name == bias else w for name, w in layout.items()}

@@ -1,4 +1,4 @@
-"""A sealed paper for who interviews: the file, its key for the judge and for the eye, a score sheet."""
+"""A sealed paper for who interviews: the file, its key in two forms, a score sheet."""
 
 import json
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_bugs_are_whole_lines_that_stand_once_apart_from_each_other(papers):
             places = matches(lines, wrong)
             assert len(places) == 1, (paper.seed, bug.kind.name)
             assert places[0][0] + 1 == paper.first_line_of(bug, planted)
-        for one, other in zip(planted, planted[1:]):
+        for one, other in itertools.pairwise(planted):
             assert one.line + len(one.right) < other.line
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from round_survey import judged, survey
 
 from judge.round.measuring import APART, absolute, difference, differing, relative
 from judge.round.paper import clean_paper, filled, kinds, nth_set, parsed_pieces, plantable
 from judge.round.probes import PROBES
 from judge.round.states import States, breaks, measured
 from judge.round.subject import Subject
-from round_survey import judged, survey
 
 REPAIRS = parsed_pieces(Path(__file__).with_name("round_repairs.txt").read_text(encoding="utf-8"))[
     1

@@ -64,6 +64,8 @@ def test_debug_prints_the_same_file_for_a_seed_and_try_counts_down(drawn, comman
     status, out, _ = try_text(text)
     assert status == 1
     assert re.match(r"\[round 17\] 4 of 4 left, \d+ min\n  \S.*\d", out)
+    readme = Path(__file__).resolve().parents[3].joinpath("README.md").read_text(encoding="utf-8")
+    assert out.split("\n")[1] in readme.split("\n"), "the README shows another symptom"
     status, out, _ = try_text(mended(drawn, 0, 1))
     assert status == 1 and re.match(r"\[round 17\] 2 of 4 left, \d+ min\n", out)
     status, out, _ = try_text(mended(drawn, 0, 1, 2, 3))
@@ -134,8 +136,7 @@ def test_a_printed_verdict_does_not_count(drawn, try_text):
 
 
 def test_a_new_bug_is_never_done(drawn, try_text):
-    paper, planted, _ = drawn
-    text = paper.text()
+    text = drawn[0].text()
     new = text.replace("return logits, None", "return 1.01 * logits, None")
     status, out, _ = try_text(new)
     assert new != text and status == 1
