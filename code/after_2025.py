@@ -320,7 +320,8 @@ class GatedDeltaNet(nn.Module):
         self.conv = CausalConvolution(2 * n_k_heads * k_dim + n_v_heads * v_dim, conv_width)
         self.beta_proj = nn.Linear(d_model, n_v_heads, bias=False)
         self.decay_proj = nn.Linear(d_model, n_v_heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(n_v_heads).uniform_(0.01, 16).log())
+        rates = torch.empty(n_v_heads, device="cpu").uniform_(0.01, 16).log()
+        self.A_log = nn.Parameter(rates.to(torch.tensor(()).device))  # the default one
         self.dt_bias = nn.Parameter(torch.ones(n_v_heads))
         self.norm = RMSNorm(v_dim, norm_eps)
         self.gate_proj = nn.Linear(d_model, n_v_heads * v_dim, bias=False)
@@ -373,6 +374,7 @@ class IndexedCache:
 
     @property
     def next_pos(self) -> int:
+        """The position the next token takes."""
         return self.latent.next_pos
 
     def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
@@ -405,6 +407,7 @@ class ChosenRows:
         self.cache, self.rows, self.next_pos = cache, rows, cache.next_pos
 
     def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Store them; returns the chosen rows of all that is stored, (B, 1, k, width) each."""
         stored = self.cache.append(k_new, v_new)  # (B, 1, S, width) each
         batch = torch.arange(len(k_new), device=k_new.device)[:, None]  # (B, 1)
         k, v = (t[batch, 0, self.rows][:, None] for t in stored)  # (B, 1, k, width)
@@ -538,9 +541,9 @@ class HyperConnection(nn.Module):
         self.widths = n_streams, n_streams, n_streams**2  # of pre, post and mix
         self.proj = nn.Linear(n_streams * d_model, sum(self.widths), bias=False)
         self.scale = nn.Parameter(torch.full((3,), 0.01))  # how far the streams have a say
-        pre, post = torch.full((n_streams,), -math.log(n_streams - 1)), torch.zeros(n_streams)
-        mix = 4 * torch.eye(n_streams).flatten()  # 1/n of each stream in, 1 out, and few mixed
-        self.bias = nn.Parameter(torch.cat((pre, post, mix)))
+        pre, post = [-math.log(n_streams - 1)] * n_streams, [0.0] * n_streams
+        mix = [0.0 if i % (n_streams + 1) else 4.0 for i in range(n_streams**2)]
+        self.bias = nn.Parameter(torch.tensor(pre + post + mix))  # 1/n in, 1 out, and few mixed
 
     def forward(self, streams: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         shape = "B", "T", self.n_streams, self.d_model

@@ -169,6 +169,7 @@ class SqrtSoftplusRouter(SigmoidRouter):
     """
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, E] to scores [N, E] and the experts [N, k], as in SigmoidRouter."""
         scores = F.softplus(logits).sqrt()
         ranked = scores if self.selection_bias is None else scores + self.selection_bias
         return scores, self.best_experts(ranked, group_best=2)
@@ -197,6 +198,7 @@ class HashRouter(nn.Module):
 
     @property
     def n_experts(self) -> int:
+        """How many experts there are to choose from."""
         return self.router.out_features
 
     def forward(self, tokens: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,8 +453,8 @@ class IndependentConnection(HyperConnection):
         self.magnitude, self.widths = magnitude, (n_streams, n_streams)
         self.proj = nn.Linear(n_streams * d_model, 2 * n_streams, bias=False)
         self.scale = nn.Parameter(torch.full((2,), 0.01))
-        pre, post = torch.full((n_streams,), -math.log(n_streams - 1)), torch.zeros(n_streams)
-        self.bias = nn.Parameter(torch.cat((pre, post)))
+        pre, post = [-math.log(n_streams - 1)] * n_streams, [0.0] * n_streams
+        self.bias = nn.Parameter(torch.tensor(pre + post))
 
     def weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre [B, T, n], post [B, T, n] and the identity [n, n], in at least float32."""
@@ -544,6 +546,7 @@ class GroupCache:
 
     @property
     def next_pos(self) -> int:
+        """The position the next token takes, in all layers."""
         return self.caches[0].next_pos
 
     def truncate(self, length: int) -> None:

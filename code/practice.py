@@ -259,10 +259,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     one.add_argument("name", nargs="?", type=exercise, metavar="NAME")
     one.add_argument("number", nargs="?", type=int, metavar="NUMBER", help="else one is drawn")
     one.add_argument("--reveal", action="store_true", help="say what is wrong")
-    one = command("debug", "print a mini-GPT with hidden bugs: put it into a file, mend it, try it")
-    one.add_argument(
-        "--seed", type=seed, metavar="N", help="the same file again, else one is drawn"
-    )
+    one = command("debug", "print a mini-GPT with hidden bugs: mend it in a file, try it")
+    one.add_argument("--seed", type=seed, metavar="N", help="the same file, else one is drawn")
     one.add_argument("--faults", type=int, choices=FAULTS, default=4, help="4 unless said")
     one.add_argument("--sealed", type=Path, metavar="DIR", help="a paper, its key, a score sheet")
     command("cards", "questions, wrong claims and drills of the notes as a file for Anki")
@@ -277,7 +275,7 @@ def add_options(one: argparse.ArgumentParser, command: str) -> None:
     add("--hint", action="store_true",
         help="keep the name back: first the case, then the place, then the name")  # fmt: skip
     add("--case", action="store_true", help="print the failing case as Python for a REPL")
-    add("--key", type=Path, metavar="FILE", help="the key of a sealed paper (key.json beside it)")
+    add("--key", type=Path, metavar="FILE", help="of a sealed paper (key.json beside it)")
     one.set_defaults(debug=False)
     if command == "try":
         add("--debug", action="store_true", help="without limits, for breakpoint() in FILE")

@@ -186,6 +186,7 @@ def rope_tables(frequencies: Tensor, max_len: int, gain: float = 1.0) -> Tables:
 
 
 def rope_frequencies(width: int, base: float) -> Tensor:
+    """Radians a position of width / 2 pairs: base^(-2i / width), [width / 2] float64."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     return base**-exponents
 
@@ -228,6 +229,7 @@ def yarn_tables(max_len: int, width: int, base: float, *, factor: float, old_len
 
 
 def yarn_gain(factor: float) -> float:
+    """YaRN's factor 0.1 ln(factor) + 1 on cosines and sines (arXiv:2309.00071)."""
     return 0.1 * math.log(factor) + 1
 
 
@@ -237,6 +239,7 @@ def yarn_gain(factor: float) -> float:
 
 
 def attention(s: Sizes, _layer: int, **options) -> tb.MultiHeadAttention:
+    """Grouped attention with the sizes of the checkpoint, rotated unless options say otherwise."""
     options = {"head_dim": s.head_dim, "rope": True, "norm_eps": s.eps} | options
     return tb.MultiHeadAttention(s.d_model, s.n_q_heads, s.n_kv_heads, **options)
 
@@ -372,10 +375,12 @@ def compressed_attention(s: Sizes, layer: int, *, rope_dim: int, q_rank: int, wi
 
 
 def swiglu(s: Sizes, _layer: int) -> nn.Module:
+    """A dense SwiGLU of width d_ff."""
     return tb.GatedFFN(s.d_model, s.d_ff)
 
 
 def geglu(s: Sizes, _layer: int) -> nn.Module:
+    """A dense GeGLU of width d_ff, with the tanh form (Gemma)."""
     return tb.GatedFFN(s.d_model, s.d_ff, tanh_gelu)
 
 
@@ -413,6 +418,7 @@ def qwen3_next_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
 
 
 def llama4_experts(s: Sizes, _layer: int, *, n_experts: int, width: int) -> nn.Module:
+    """One expert a token, whose input its weight multiplies, beside a shared one."""
     experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
     options = {"renormalise": False, "selection_bias": False}
     router = tb.SigmoidRouter(s.d_model, n_experts, 1, **options)
@@ -421,6 +427,7 @@ def llama4_experts(s: Sizes, _layer: int, *, n_experts: int, width: int) -> nn.M
 
 def gpt_oss_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
                     limit: float = 7.0) -> nn.Module:  # fmt: skip
+    """Clamped experts with biases, chosen by a router with a bias."""
     experts = (tb.ClampedGatedFFN(s.d_model, s.d_ff, limit=limit) for _ in range(n_experts))
     return tb.MixtureFFN(tb.SoftmaxRouter(s.d_model, n_experts, top_k, bias=True), experts)
 
@@ -503,6 +510,7 @@ def parallel(s: Sizes, *, attn: Callable, ffn: Callable, shared_norm: bool, rope
 
 
 def dense(s: Sizes, _layer: int, *, act: Callable, bias: bool) -> nn.Module:
+    """A feed-forward network of two matrices."""
     return tb.DenseFFN(s.d_model, s.d_ff, act, bias)
 
 
@@ -517,6 +525,7 @@ def parallel_gated(s: Sizes, *, logit_scale: float) -> nn.Module:
 
 
 def gemma1(s: Sizes) -> nn.Module:
+    """serial with GeGLU and embeddings times sqrt(d_model)."""
     return serial(s, ffn=geglu, embedding_scale=math.sqrt(s.d_model))
 
 

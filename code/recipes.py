@@ -364,7 +364,8 @@ RECIPES = {
         Sizes(26, 1152, 4, 1, 256, 6912, **GEMMA3),
         {
             "attn": partial(gemma3_attention, scale=256**-0.5, full_every=6, full_base=1e6),
-            **{"window": 512, "full_every": 6},
+            "window": 512,
+            "full_every": 6,
         },
         (1.0e9, None),
         "arXiv:2503.19786 Table 1",
@@ -378,7 +379,8 @@ RECIPES = {
             "attn": partial(
                 gemma3_attention, scale=168**-0.5, full_every=6, full_base=1e6, factor=8.0
             ),
-            **{"window": 1024, "full_every": 6},
+            "window": 1024,
+            "full_every": 6,
         },
         (27.0e9, None),
         "arXiv:2503.19786 Table 1",
@@ -474,14 +476,17 @@ RECIPES = {
 
 
 def every_4th(layer: int) -> bool:
+    """Layers 3, 7, … in a stack whose every fourth layer differs."""
     return layer % 4 == 3
 
 
 def mimo_flash_full(layer: int) -> bool:
+    """Which layers of MiMo-V2-Flash see everything: 0, 5, 11, …, 47."""
     return layer == 0 or layer % 6 == 5
 
 
 def mimo_pro_full(layer: int) -> bool:
+    """Which layers of MiMo-V2.6-Pro see everything."""
     return layer in (0, 7, 15, 23, 31, 39, 47, 55, 62, 69)
 
 
@@ -595,7 +600,9 @@ RECIPES_2026 = {
                 rope_dim=64, local_base=1e4,
             ),
             "ffn": behind(1, partial(MIMO_EXPERTS, n_experts=256)),
-            **{"window": 129, "full": mimo_flash_full, "rope_dim": 64},
+            "window": 129,
+            "full": mimo_flash_full,
+            "rope_dim": 64,
         },
         (309e9, 15e9),
         "XiaomiMiMo/MiMo-V2-Flash README and paper, Table 1",
@@ -629,7 +636,9 @@ RECIPES_2026 = {
                 rope_dim=64, local_base=1e4,
             ),
             "ffn": behind(1, partial(MIMO_EXPERTS, n_experts=384)),
-            **{"window": 129, "full": mimo_pro_full, "rope_dim": 64},
+            "window": 129,
+            "full": mimo_pro_full,
+            "rope_dim": 64,
         },
         (1.02e12, 42e9),
         "copies of the configuration; 42B counts both tables",
@@ -661,7 +670,10 @@ RECIPES_2026 = {
         {
             "index": {"n_index_heads": 32, "index_dim": 128, "top_k": 2048},
             "latent": GLM_LATENT,
-            **{"n_experts": 256, "top_k": 8, "width": 2048, "scale": 2.827},
+            "n_experts": 256,
+            "top_k": 8,
+            "width": 2048,
+            "scale": 2.827,
         },
         (770e9, 49e9),
         "Tencent-Hunyuan/Hy4-preview README; 49B counts both tables, MTP is in neither",
@@ -812,12 +824,14 @@ def linear(module: nn.Module) -> nn.Linear:
 
 
 def q_heads(attn: nn.Module) -> int:
+    """How many query heads an attention has."""
     if isinstance(attn, tb.MultiHeadLatentAttention):
         return attn.kv_up.out_features // (attn.nope_dim + attn.v_dim)
     return linear(attn.q_proj).out_features // attn.head_dim
 
 
 def kv_heads(attn: nn.Module) -> int:
+    """How many KV heads an attention has."""
     return linear(attn.k_proj).out_features // attn.head_dim
 
 
@@ -830,6 +844,7 @@ def reach(model: nn.Module, number: int) -> int | None:
 
 
 def topology(block: nn.Module) -> str:
+    """How a block adds its branches to the stream, in words."""
     if isinstance(block, tb.ParallelDecoderBlock):
         return "parallel, " + ("one norm" if block.ffn_norm is None else "two norms")
     if isinstance(block, HyperConnectedBlock):
@@ -841,10 +856,12 @@ def topology(block: nn.Module) -> str:
 
 
 def first_norm(block: nn.Module) -> nn.Module:
+    """The norm that a block meets first."""
     return next(part for part in block.children() if isinstance(part, (nn.LayerNorm, tb.RMSNorm)))
 
 
 def norm_name(norm: nn.Module) -> str:
+    """What a norm does, in words."""
     if isinstance(norm, nn.Sequential):
         return f"{norm_name(norm[-1])} of the collapsed streams"
     if isinstance(norm, nn.LayerNorm):
@@ -888,6 +905,7 @@ def attn_width(attn: nn.Module) -> int:
 
 
 def position(recipe: Recipe, model: nn.Module) -> str:
+    """How positions enter, in words."""
     if isinstance(model, LearnedPositionLM):
         return "learned"
     turns = [block.attn.rope_dim > 0 for block in model.blocks]
@@ -899,6 +917,7 @@ def position(recipe: Recipe, model: nn.Module) -> str:
 
 
 def theta(recipe: Recipe, model: nn.Module) -> str:
+    """The base of the rotation, and how it is stretched."""
     if isinstance(model, LearnedPositionLM):
         return "-"
     tables = getattr(recipe.parts.get("attn"), "keywords", {}).get("tables")
@@ -907,6 +926,7 @@ def theta(recipe: Recipe, model: nn.Module) -> str:
 
 
 def window(model: nn.Module) -> str:
+    """What layers see that do not see everything, and how often they stand."""
     reaches = [reach(model, layer) for layer in range(len(model.blocks))]
     local = reaches[0]
     if local is None:
@@ -919,12 +939,14 @@ def window(model: nn.Module) -> str:
 
 
 def sharing(attn: nn.Module) -> str:
+    """MHA, GQA, MQA, or MLA and what it caches."""
     if isinstance(attn, tb.MultiHeadLatentAttention):
         return f"MLA, {cache_elements(attn)} cached"
     return {q_heads(attn): "MHA", 1: "MQA"}.get(kv_heads(attn), "GQA")
 
 
 def extras(model: nn.Module) -> str:
+    """What else an attention has, in words."""
     attn, found = model.blocks[0].attn, []
     if getattr(attn, "q_rank", None):
         found.append("norm on latents")
@@ -943,6 +965,7 @@ def extras(model: nn.Module) -> str:
 
 
 def ffn_name(ffn: nn.Module) -> str:
+    """The kind of a feed-forward network, of an expert where there are some."""
     ffn = ffn.experts[0] if isinstance(ffn, tb.MixtureFFN) else ffn
     if isinstance(ffn, tb.ClampedGatedFFN):
         return "SwiGLU, clamped"
@@ -962,6 +985,7 @@ def ffn_widths(model: nn.Module) -> tuple[int, int | None]:
 
 
 def experts(model: nn.Module) -> str:
+    """How many experts there are, how many a token uses, and in which layers."""
     ffns = [layer.ffn for layer in layers_of(model)]
     mixed = [isinstance(ffn, tb.MixtureFFN) for ffn in ffns]
     if not any(mixed):
@@ -1227,6 +1251,7 @@ def markdown_table(
 
 
 def overview() -> str:
+    """A line for each model."""
     rows = [["Model", "Layers", "d_model", "Parameters", "Active", "KiB a token"]]
     for name, recipe in ROWS.items():
         model = outlined(name)
@@ -1309,6 +1334,7 @@ def layer_groups(model: nn.Module) -> dict[tuple, list[int]]:
 
 
 def numbers(layers: list[int]) -> str:
+    """How many layers, and the first of them."""
     shown = ", ".join(map(str, layers[:6]))
     return f"{len(layers)} layers: {shown}{', ...' if len(layers) > 6 else ''}"
 

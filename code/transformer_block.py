@@ -255,13 +255,12 @@ def start_position(start_pos: int | None, kv_cache: "KVCache | None") -> int:
     """The first token's position: the cache's next one, which start_pos must equal (ValueError)."""
     if kv_cache is not None and not hasattr(kv_cache, "next_pos"):
         raise TypeError(f"kv_cache must be a KVCache, got {type(kv_cache).__name__}")
-    start = 0 if kv_cache is None else kv_cache.next_pos
-    if start_pos is None:
-        return start
-    require_value(int, above=-1, start_pos=start_pos)
-    if kv_cache is not None and start_pos != start:
-        raise ValueError(f"start_pos must be the cache's next_pos={start}, got {start_pos}")
-    return start_pos
+    require_value(int, above=-1, optional=True, start_pos=start_pos)
+    if kv_cache is None:
+        return start_pos or 0
+    if start_pos is not None and start_pos != kv_cache.next_pos:
+        raise ValueError(f"start_pos must be next_pos={kv_cache.next_pos}, got {start_pos}")
+    return kv_cache.next_pos
 
 
 # === Norm and attention (notes §1, §4, §5, §7.2) =============================================
@@ -298,19 +297,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *, causa
     default. logit_softcap=c replaces a score s by c * tanh(s / c) before the mask. A query that
     may attend to nothing gets zeros. ValueError for other shapes, TypeError for mixed dtypes.
     """
-    keep = require_attention_inputs(q, k, v, keep, scale, logit_softcap)
+    keep = require_attention_inputs(q, k, v, keep, scale=scale, logit_softcap=logit_softcap)
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
     if causal and T > 1:  # a single query stands beside the last key and sees them all
         past = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
         keep = past if keep is None else keep & past
     scale = head_dim**-0.5 if scale is None else scale
-    # With H = 4 and G = 2 the query heads read the KV heads [0 0 1 1]. Those of a group become
-    # further rows of one matrix product with their KV head, so K and V are never copied out to H
-    # heads. For one token it is k q^T that is computed: the kernel is faster with few columns than
-    # with few rows. Scaled before the product: in half precision an unscaled score overflows.
+    # The query heads of a KV head ([0 0 1 1] with H = 4 and G = 2) become further rows of one
+    # product, so K and V are never copied out. For one token k q^T is faster, having few columns.
+    # Scaled before the product: in half precision an unscaled score overflows.
     q = (q * scale).reshape(B, G, H // G * T, head_dim)  # (B, G, H/G*T, head_dim)
-    scores = q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous()  # (B, G, H/G*T, S)
-    scores = at_least_float32(scores)
+    scores = at_least_float32(q @ k.mT if T > 1 else (k @ q.mT).mT.contiguous())  # (B, G, H/G*T, S)
     if logit_softcap is not None:
         scores = logit_softcap * torch.tanh(scores / logit_softcap)
     if keep is not None:
@@ -332,7 +329,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
     query row of NaN into numbers; with one, a NaN key that is masked out spreads) and on float16
     scores over 65504, which overflow in attend.
     """
-    keep = require_attention_inputs(q, k, v, keep, scale, logit_softcap)
+    keep = require_attention_inputs(q, k, v, keep, scale=scale)
     if logit_softcap is not None:
         raise ValueError(f"logit_softcap must be None here, got {logit_softcap}: use attend")
     (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
@@ -367,7 +364,7 @@ class SinkAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
                 causal: bool = False, scale: float | None = None,
                 logit_softcap: float | None = None) -> Tensor:  # fmt: skip
-        keep = require_attention_inputs(q, k, v, keep, scale, logit_softcap)
+        keep = require_attention_inputs(q, k, v, keep, scale=scale, logit_softcap=logit_softcap)
         (B, H, T, head_dim), (G, S) = q.shape, k.shape[1:3]
         if len(self.sinks) != H:
             raise ValueError(f"n_q_heads={len(self.sinks)} sinks need as many query heads, got {H}")
@@ -572,8 +569,7 @@ class MultiHeadLatentAttention(nn.Module):
         k_up, v_up = up.split((self.nope_dim, self.v_dim), dim=1)  # (H, nope or v_dim, kv_rank)
         q = torch.cat((q_nope @ k_up, q_rope), dim=-1)  # (B, H, T, kv_rank+rope_dim)
         latent = k[..., : self.kv_rank]
-        out = attend(q, k, latent, keep, causal=causal, scale=1.0)  # (B, H, T, kv_rank)
-        return out @ v_up.mT  # (B, H, T, v_dim)
+        return attend(q, k, latent, keep, causal=causal, scale=1.0) @ v_up.mT  # (B, H, T, v_dim)
 
 
 # === Feed-forward networks (notes §1, §4, §6) ================================================
@@ -1774,10 +1770,9 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
     came = "floating" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
     if came != kind or dtype.is_complex:
         raise TypeError(f"{name} must have a {kind} dtype, got {dtype}")
-    if type(layer) in (nn.Linear, nn.LayerNorm) and not layer._forward_pre_hooks:
-        like = layer.weight.dtype
-        if like != dtype and not torch.is_autocast_enabled(tensor.device.type):
-            raise TypeError(f"{name} must be {like} as the weights are, got {dtype}")
+    known = type(layer) in (nn.Linear, nn.LayerNorm) and not layer._forward_pre_hooks
+    if known and layer.weight.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise TypeError(f"{name} must be {layer.weight.dtype} as the weights are, got {dtype}")
     if shape[0] is ...:  # as many axes as there are more, of any size
         shape = ("…",) * (len(sizes) - len(shape) + 1) + shape[1:]
     fits = len(shape) == len(sizes)
@@ -1789,8 +1784,7 @@ def require_tensor(name: str, tensor: Tensor, *shape: object, kind: str = "float
 
 
 def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-                             scale: float | None,
-                             logit_softcap: float | None) -> Tensor | None:  # fmt: skip
+                             **options: float | None) -> Tensor | None:  # fmt: skip
     """Refuse what attend and attend_fused cannot combine; returns keep with four axes."""
     B, H, T, head_dim = require_tensor("q", q, "B", "H", "T", "head_dim")
     _, G, S, _ = require_tensor("k", k, B, "G", "S", head_dim)
@@ -1799,12 +1793,11 @@ def require_attention_inputs(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | Non
         raise ValueError(f"q needs a head_dim and a multiple of {G} heads, got {list(q.shape)}")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    require_value(float, optional=True, scale=scale, logit_softcap=logit_softcap)
+    require_value(float, optional=True, **options)
     if keep is not None:
         require_tensor("keep", keep, ..., kind="bool")
         keep = keep[(None,) * (4 - keep.dim())]
-        sizes = zip(keep.shape, (B, 1, T, S))
-        if keep.dim() > 4 or any(have not in (1, want) for have, want in sizes):
+        if keep.dim() > 4 or any(n not in (1, m) for n, m in zip(keep.shape, (B, 1, T, S))):
             raise ValueError(f"keep must broadcast to [{B}, 1, {T}, {S}], got {list(keep.shape)}")
     return keep
 
@@ -3052,6 +3045,7 @@ def prove_D09_sinks(device: str) -> dict[str, bool]:
     cases = {
         "alone": ({}, torch.ones_like(past)),
         "causal and scaled": ({"causal": True, "scale": 0.3}, past),
+        "masked and causal": ({"keep": past.flip(1), "causal": True}, past & past.flip(1)),
         "masked and capped": ({"keep": keep, "logit_softcap": 1.5}, keep),
     }
     for name, (options, seen) in cases.items():
@@ -3356,7 +3350,7 @@ def prove_D13_operators(device: str) -> dict[str, bool]:
         refused = check_refused(
             (ValueError, lambda: path(four, three, three), "q", 4, 3),
             (ValueError, lambda: path(four, none, none), "q", 4, 0),
-            (ValueError, lambda: path(q, k, k, keep[None]), "keep", [1, 3, 1, 3, 2]),
+            (ValueError, lambda: path(q, k, k, keep[..., None]), "keep", [3, 1, 3, 2, 1]),
             (ValueError, lambda: path(q[..., :0], k[..., :0], k), "q", [3, 1, 3, 0]),
             (ValueError, lambda: path(q, k, k, logit_softcap=0), "logit_softcap", 0),
         )
@@ -3402,6 +3396,9 @@ def prove_D15_devices(device: str) -> dict[str, bool]:
     decoder = VanillaSeq2SeqDecoderLayer2017(16, 4, 12).to(device)
     gpt2, moe = GPT2StyleDecoderLayer(16, 4, 12).to(device), MoEFFN(16, 12).to(device)
     x, ids = torch.randn(2, 3, 16).to(device), torch.tensor([[1, 2]], device=device)
+    q, paths = x[:, None], (attend, attend_fused, SinkAttention(1).to(device))
+    plain = copy.deepcopy(lm)
+    plain.embedding = nn.Embedding.from_pretrained(lm.embedding.weight.detach())
     with contextlib.ExitStack() as stack, torch.device("meta"):
         for name in ("normal_", "kaiming_uniform_"):  # those for "meta" take long to load
             stack.callback(setattr, nn.init, name, getattr(nn.init, name))
@@ -3409,10 +3406,13 @@ def prove_D15_devices(device: str) -> dict[str, bool]:
         grown, logits = lm.generate(ids, 2, key_padding_mask=ids > 0, eos_id=3), lm(ids)
         made = [grown, logits, next_token_loss(logits, ids), decoder(x, x), moe(x)]
         made += [*build_rope_cache(3, 4, device=device), gpt2(x, kv_cache=KVCache())]
+        out = [path(q, q[:, :, 1:], q[:, :, 1:], causal=True) for path in paths]
+        made += [*out, plain(ids)]
         tables = DecoderOnlyLM(7, 16, 1, 4, 2)._rope_tables
         default = [build_rope_cache(3, 4)[0], sinusoidal_positions(3, 4)]
     claims = {
         "stays on the device": {t.device.type for t in made} == {torch.device(device).type},
+        "both paths agree there": check_close(*out[:2], 1e-5),
         "tables of a skeleton": all(t.device.type == "cpu" for t in tables),
         "follows the default device": all(t.device.type == "meta" for t in default),
     }

@@ -120,7 +120,8 @@ def linear_backward_cases() -> list[Case]:
     w, found = drawn("w", 7, 6), []
     for axes in ((1,), (5,), (2, 5), (2, 3, 5)):
         found.append(case(x=drawn("x", *axes, 6), w=w, dy=drawn("dy", *axes, 7)))
-    return [*found, case(x=drawn("x", 2, 5, 6), w=drawn("w", 6, 6), dy=drawn("dy", 2, 5, 6))]
+    square = drawn("w", 6, 6)  # where a turned weight fits as well
+    return [*found, case(x=drawn("x", 2, 5, 6), w=square, dy=drawn("dy", 2, 5, 6))]
 
 
 def norm_backward_cases(name: str, results: tuple[str, ...]) -> list[Case]:
@@ -144,7 +145,9 @@ def swiglu_backward_cases() -> list[Case]:
     w["w_down"] = drawn("w_down", 6, 7) / 2
     x, dy = drawn("x", 2, 5, 6), drawn("dy", 2, 5, 6)
     cases = [case(x=x[0, :1], **w, dy=dy[0, :1]), case(x=x[0], **w, dy=dy[0])]
-    return [*cases, case(x=x, **w, dy=dy), case(x=5 * x, **w, dy=dy)]
+    square = {name: drawn(name, 6, 6) / 2 for name in w}  # where a turned weight fits as well
+    cases += [case(x=x, **w, dy=dy), case(x=5 * x, **w, dy=dy)]
+    return [*cases, case(x=x, **square, dy=dy)]
 
 
 def attention_backward_cases() -> list[Case]:
@@ -268,8 +271,9 @@ def value_case(text: str, expression: Callable) -> Case:
         start = {f"{n}.grad before": number(leaf.grad, ".grad") for n, leaf in leaves.items()}
         y = expression(**leaves)
         y.backward()
-        gradients = {f"{n}.grad": number(leaf.grad, ".grad") for n, leaf in leaves.items()}
-        return {**start, "y.data": number(y.data, ".data"), **gradients}
+        found = [number(y.data, ".data")]
+        found += [number(leaf.grad, ".grad") for leaf in leaves.values()]
+        return {**start, "y.data, a.grad, b.grad, c.grad": torch.stack(found)}
 
     return Case(f"y of a, b, c = Value(0.7), Value(1.9), Value(-0.4): {text}", run, EXACT)
 

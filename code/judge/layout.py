@@ -28,10 +28,11 @@ JOINS = (
     (("q_proj", "k_proj", "v_proj", "o_proj"), False),
     (("q_proj", "k_proj", "v_proj", "up"), False),
     (("gate", "up"), True),
-    (("q_nope", "q_rope"), False),
-    (("latent_down", "k_rope_proj"), False),
-    (("k_up", "v_up"), False),
+    (("q_nope", "q_rope"), True),
+    (("latent_down", "k_rope_proj"), True),
+    (("k_up", "v_up"), True),
 )
+BESIDE = (("o_proj", "down"),)  # kinds that read what others have put side by side
 HEAD_JOINS = (("q_nope", "q_rope"), ("k_up", "v_up"))  # of the matrices of one head
 STEEP = ("q_proj", "k_proj", "q_nope", "q_rope", "k_up", "k_rope_proj")  # queries and keys
 SMALL = 10_000  # numbers up to which equal forms are found by their entries
@@ -142,13 +143,16 @@ def forms_of_stack(weights: list[Tensor], heads: int | None) -> dict[str, Tensor
     stacked = torch.stack(weights)  # (n, out, in)
     forms = {"stack": stacked, "stack T": stacked.mT}
     if heads:
-        cut = stacked.unflatten(1, (heads, -1))  # (n, H, d_h, in)
-        forms |= {
-            "stack heads": cut,
-            "stack heads T": cut.mT,
-            "stack T heads": cut.permute(0, 3, 1, 2),  # (n, in, H, d_h)
-            "T stack heads": cut.permute(3, 0, 1, 2),  # (in, n, H, d_h)
-        }
+        forms |= turned(stacked.unflatten(1, (heads, -1)), "n, H, d_h, in", ("H", "d_h"))
+    return forms
+
+
+def turned(whole: Tensor, axes: str, kept: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """A tensor with its axes in all orders; those kept stay in theirs among themselves."""
+    names, forms = axes.split(", "), {}
+    for order in itertools.permutations(names):
+        if [name for name in order if name in kept] == list(kept):
+            forms[", ".join(order)] = whole.permute([names.index(name) for name in order])
     return forms
 
 
@@ -165,9 +169,15 @@ def packed_below(
 ) -> Iterator[Packing]:
     """Maps one below the other, each with all its rows."""
     if "q_nope" in {one.kind for one in maps} and maps[0].rows:
-        return  # a query's parts are joined head by head
+        effort += 0.5  # a query's parts are mostly joined head by head
     forms = forms_of_rows(torch.cat([one.weight for one in maps]), None)
     yield from with_bias(maps, forms, joined_bias(maps, None), index, effort, tag)
+
+
+def packed_beside(maps: list[LinearMap], effort: float) -> Iterator[Packing]:
+    """Maps that read one vector together: their columns side by side."""
+    forms = forms_of_rows(torch.cat([one.weight for one in maps], dim=1), None)
+    yield from with_bias(maps, forms, None, None, effort, "beside ")
 
 
 def packed_by_heads(
@@ -190,7 +200,8 @@ def packed_by_rows(
         return
     turns = len(maps[0].weight)
     forms = forms_of_rows(joined([one.weight for one in maps], turns), None)
-    forms |= forms_of_stack([one.weight for one in maps], maps[0].rows)
+    heads = maps[0].rows if all(one.rows for one in maps) else None
+    forms |= forms_of_stack([one.weight for one in maps], heads)
     yield from with_bias(maps, forms, joined_bias(maps, turns), index, effort, f"{tag}by row ")
 
 
@@ -224,26 +235,12 @@ def packed_experts(rows: list[list[LinearMap]]) -> Packing:
     """The experts' matrices of one kind, or gate and up, in one parameter."""
     whole = torch.stack([torch.cat([one.weight for one in row]) for row in rows])  # (E, out, in)
     flat = whole.flatten(0, 1)  # (E*out, in)
-    forms = {
-        "stack": whole,
-        "stack T": whole.mT,  # (E, in, out)
-        "flat": flat,
-        "flat T": flat.T,
-        "flat in": whole.mT.flatten(0, 1),  # (E*in, out)
-        "T stack": whole.permute(2, 0, 1),  # (in, E, out)
-        "first in": whole.permute(1, 0, 2),  # (out, E, in)
-    }
+    forms = turned(whole, "E, out, in")
+    forms |= {"flat": flat, "flat T": flat.T, "flat in": whole.mT.flatten(0, 1)}  # (E*in, out)
     if len(rows[0]) == 2:  # gate and up
         turns = [joined([one.weight for one in row], len(row[0].weight)) for row in rows]
-        four = whole.unflatten(1, (2, -1))  # (E, 2, out, in)
-        forms |= {
-            "turns": torch.stack(turns),
-            "turns T": torch.stack(turns).mT,
-            "four": four,
-            "four T": four.mT,
-            "two": four.transpose(0, 1),  # (2, E, out, in)
-            "two T": four.mT.transpose(0, 1),
-        }
+        forms |= {"turns": torch.stack(turns), "turns T": torch.stack(turns).mT}
+        forms |= turned(whole.unflatten(1, (2, -1)), "E, 2, out, in")
     names = tuple(one.name for one in rows[0])
     return Packing(f"stack of {'|'.join(names)}", names, forms, None, None, 0.1 * len(rows[0]))
 
@@ -399,6 +396,10 @@ class WeightLayout:
                 orders = itertools.permutations(members) if any_order else [members]
                 for number, order in enumerate(orders):
                     yield from packed_together(list(order), index, 0.2 + 0.1 * number)
+        for kinds in BESIDE:
+            if set(kinds) <= set(wider) and set(kinds) & set(group):
+                for order in itertools.permutations(wider[kind] for kind in kinds):
+                    yield from packed_beside(list(order), 0.2)
 
     @staticmethod
     def _heads(group: dict[str, LinearMap]) -> Iterator[Packing]:
@@ -410,7 +411,9 @@ class WeightLayout:
                 yield from packed_alone(one, i, 0.5, tag)
             for two in HEAD_JOINS:
                 if set(two) <= set(cut):
-                    yield from packed_together([cut[kind] for kind in two], i, 0.6, tag)
+                    for number, order in enumerate(itertools.permutations(two)):
+                        members = [cut[kind] for kind in order]
+                        yield from packed_together(members, i, 0.6 + 0.1 * number, tag)
             if {"q_proj", "k_proj", "v_proj"} <= set(cut):
                 three = [cut[kind] for kind in ("q_proj", "k_proj", "v_proj")]
                 for number, order in enumerate(itertools.permutations(three)):

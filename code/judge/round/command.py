@@ -96,7 +96,7 @@ def read_drawn(text: str, path: Path, key: Path | None) -> Drawn:
 def run_try_round(
     text: str, path: Path, progress: Progress, hint: bool = False, key: Path | None = None
 ) -> int:
-    """Judge a file of the round: 0 where nothing is left and nothing new, 1 where not, 2 a wrong call."""
+    """Judge a file: 0 where nothing is left and nothing is new, 1 where not, 2 a wrong call."""
     try:
         drawn = read_drawn(text, path, key)
     except CallError as error:

@@ -66,7 +66,9 @@ class Watch:
         self.mean = self.mean_gradient(step)
         given = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         dot = sum(float((a.double() * b.double()).sum()) for a, b in zip(given, self.mean))
-        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in x)) for x in (given, self.mean)]
+        norms = [
+            math.sqrt(sum(float(g.double().square().sum()) for g in x)) for x in (given, self.mean)
+        ]
         step.norm = norms[0]
         step.ratio = norms[0] / norms[1] if norms[1] else math.nan
         step.cosine = dot / (norms[0] * norms[1]) if norms[0] and norms[1] else 0.0
@@ -79,9 +81,9 @@ class Watch:
             for ids, targets, _ in step.calls:
                 loss = self.model(ids, targets)[1]
                 grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-                for sum_, grad in zip(total, grads):
+                for one, grad in zip(total, grads):
                     if grad is not None:
-                        sum_ += grad * len(ids)
+                        one.add_(grad, alpha=len(ids))
         self.asking = False
         rows = sum(len(ids) for ids, _, _ in step.calls) or 1
         return [one / rows for one in total]
@@ -89,11 +91,15 @@ class Watch:
     def has_stepped(self, *_: object) -> None:
         step, self.now = self.now, Step()
         moves = [p.detach() - old for p, old in zip(self.parameters, self.before)]
-        step.descent = -sum(float((m.double() * g.double()).sum()) for m, g in zip(moves, self.mean))
+        step.descent = -sum(
+            float((m.double() * g.double()).sum()) for m, g in zip(moves, self.mean)
+        )
         self.steps.append(step)
 
 
-def batch(number: int, data: Tensor, settings: object, names: dict[str, str]) -> tuple[Tensor, Tensor]:
+def batch(
+    number: int, data: Tensor, settings: object, names: dict[str, str]
+) -> tuple[Tensor, Tensor]:
     """The judge's own batch: the same for each number, whatever else was drawn."""
     T, B = (getattr(settings, names[one]) for one in ("context", "batch_size"))
     starts = drawn_ids(f"P7 {number}", B, below=max(1, len(data) - T))

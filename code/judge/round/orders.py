@@ -86,7 +86,9 @@ def two_texts(model: nn.Module, ids: Tensor, full: Tensor) -> None:
         for row in range(2):
             piece, caches[row] = model.step(ids[row : row + 1, t : t + 1], caches[row])
             off = gap(piece, full[row : row + 1, t : t + 1], "step's logits")
-            require(off <= CLOSE, f"two texts in turns, a cache each, disturb each other ({off:.2g})")
+            require(
+                off <= CLOSE, f"two texts in turns, a cache each, disturb each other ({off:.2g})"
+            )
 
 
 def same_tokens(subject: Subject, model: nn.Module, T: int, n: int) -> None:

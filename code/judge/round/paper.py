@@ -18,7 +18,8 @@ VERSION = 1  # of pieces, kinds and drawing: a seed means the same file within a
 FAULTS = (3, 4, 5)
 LINES, CODE_LINES = 230, 170  # at most, in a file and of code in it
 FIRST = re.compile(
-    r"# bug round: (?:seed (?P<seed>\d+), faults (?P<faults>\d+), set (?P<set>\d+)|sealed), version (?P<version>\d+)"
+    r"# bug round: (?:seed (?P<seed>\d+), faults (?P<faults>\d+), set (?P<set>\d+)|sealed), "
+    r"version (?P<version>\d+)"
 )
 ROOM = 3  # lines of code that bugs may add
 HEADS = ("The head's matrix is the token table itself.", "The head has its own matrix.")
@@ -30,7 +31,7 @@ SIZES = (  # context, width, heads, batch size, micro-batches, steps, warm-up, l
     (20, 64, 4, 5, 2, 150, 15, 2e-3, 2e-4),
     (36, 40, 5, 4, 2, 150, 20, 5e-3, 5e-4),
 )
-SIZE_NAMES = ["CONTEXT", "WIDTH", "HEADS", "ROWS", "MICRO", "STEPS", "WARMUP", "RATE", "FLOOR"]
+SIZE_NAMES = ("CONTEXT", "WIDTH", "HEADS", "ROWS", "MICRO", "STEPS", "WARMUP", "RATE", "FLOOR")
 
 One = TypeVar("One")
 
@@ -85,7 +86,7 @@ class Paper(NamedTuple):
     body: str  # in the names of pieces.txt, as the kinds write them
 
     def text(self, planted: Sequence[Planted] = (), number: int | None = 1) -> str:
-        """The file with these bugs in it, set `number` of its seed; None: sealed, without a seed."""
+        """The file with these bugs, set `number` of its seed; None: sealed, without a seed."""
         lines = self.body.split("\n")
         for bug in sorted(planted, key=lambda bug: -bug.line):
             lines[bug.line : bug.line + len(bug.right)] = bug.wrong
@@ -192,8 +193,7 @@ def filled(
         inner = re.fullmatch(r"( *)<<(\w+)>>", line)
         if inner:
             out += [
-                f"{inner[1]}{one}" if one else ""
-                for one in filled(inner[2], choices, given, parts)
+                f"{inner[1]}{one}" if one else "" for one in filled(inner[2], choices, given, parts)
             ]
         else:
             out.append(line)

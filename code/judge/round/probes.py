@@ -124,14 +124,20 @@ def start(subject: Subject, layout: Layout) -> Reading:
     zeros = tuple(name for name, width in widths.items() if width == 0.0)
     table, places = subject.names["token_table"], subject.names["place_table"]
     known = {id(p) for p in model.parameters()}
-    tables = [next(w for name, w in widths.items() if name.split(".")[0] == t) for t in (table, places)]
+    tables = [
+        next(w for name, w in widths.items() if name.split(".")[0] == t) for t in (table, places)
+    ]
     ratio = tables[1] / tables[0] if tables[0] else 1.0
     groups: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         groups.setdefault(id(parameter), []).append(name)
     return {
         "fresh loss": (
-            "NaN" if math.isnan(loss) else "near" if abs(loss / math.log(VOCABULARY) - 1) < 0.25 else "far"
+            "NaN"
+            if math.isnan(loss)
+            else "near"
+            if abs(loss / math.log(VOCABULARY) - 1) < 0.25
+            else "far"
         ),
         "fresh loss number": Note(f"{loss:.2f}"),
         "zero matrices": zeros,
@@ -199,7 +205,9 @@ def batches(subject: Subject, layout: Layout) -> Reading:
     text = text if isinstance(text, str) else "a text"
     return {
         "shape of a batch": tuple(map(tuple, (inputs.shape, draws[0][1].shape))),
-        "tokens of a row": tuple(sorted(set((inputs[..., 1:] - inputs[..., :-1]).flatten().tolist()))),
+        "tokens of a row": tuple(
+            sorted(set((inputs[..., 1:] - inputs[..., :-1]).flatten().tolist()))
+        ),
         "y - x": tuple(sorted(set(shifts.tolist()))) if len(set(shifts.tolist())) < 4 else "mixed",
         "first ids": "many" if len(set(firsts.tolist())) > 0.8 * (40 - T - 1) else "few",
         "first ids number": Note(f"{len(set(firsts.tolist()))} of {40 - T}"),
@@ -212,7 +220,7 @@ def batches(subject: Subject, layout: Layout) -> Reading:
 
 
 def greedy(subject: Subject, layout: Layout) -> Reading:
-    """P11: generate at temperature 0 against a loop over their own logits, and the mode after it."""
+    """P11: generate at temperature 0 against a loop over their own logits; the mode behind it."""
     found: Reading = {}
     bias = subject.names["last_norm"] + ".bias"  # it would favour one token everywhere
     varied = {name: 0 * w if name == bias else w for name, w in layout.items()}

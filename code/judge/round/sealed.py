@@ -1,4 +1,4 @@
-"""A sealed paper for who interviews: the file, its key for the judge and for the eye, a score sheet."""
+"""A sealed paper for who interviews: the file, its key in two forms, a score sheet."""
 
 import json
 from collections.abc import Sequence
@@ -7,9 +7,7 @@ from pathlib import Path
 from judge.round.paper import VERSION, Paper, Planted, read
 
 
-def write_sealed(
-    folder: Path, paper: Paper, planted: Sequence[Planted], number: int
-) -> list[Path]:
+def write_sealed(folder: Path, paper: Paper, planted: Sequence[Planted], number: int) -> list[Path]:
     """Write paper.py, key.json, key.md and score.md; the folder is made where there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {

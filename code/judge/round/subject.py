@@ -20,7 +20,8 @@ SIZES = {  # pairwise different where a mix-up could hide
     "min_rate": 1e-6, "decay": 0.1, "clip": 1e9,
 }  # fmt: skip
 FUNCTIONS = (
-    "encode", "decode", "split", "get_batch", "make_optimizer", "learning_rate", "train", "generate",
+    "encode", "decode", "split", "get_batch", "make_optimizer", "learning_rate", "train",
+    "generate",
 )  # fmt: skip
 
 

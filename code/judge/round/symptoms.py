@@ -1,7 +1,7 @@
 """What a finding says in words: the number of their file, and what it should be. Never the place."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from judge.round.measuring import Measured, Note, Raised, Reading
 from judge.round.subject import SIZES
@@ -17,7 +17,7 @@ def largest(found: Measured) -> float:
     return float(found.numbers.abs().max()) if found.numbers.numel() else 0.0
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
@@ -38,9 +38,7 @@ def logits(name: str, theirs: Measured, wanted: Measured, _: Reading) -> str:
     if missing:
         return f"{text} hold NaN in {missing} of {theirs.numbers.numel()} places"
     if theirs.numbers.shape != wanted.numbers.shape:
-        return (
-            f"{text} have shape {list(theirs.numbers.shape)}, not {list(wanted.numbers.shape)}"
-        )
+        return f"{text} have shape {list(theirs.numbers.shape)}, not {list(wanted.numbers.shape)}"
     gap = float((theirs.numbers - wanted.numbers).abs().max())
     return (
         f"{text} are off by up to {number(gap)}, {100 * gap / wanted.unit:.2g} % of the largest, from "
@@ -88,7 +86,9 @@ def schedule(name: str, theirs: Measured, wanted: Measured, _: Reading) -> str:
 
 def times(name: str, theirs: tuple, wanted: tuple, _: Reading) -> str:
     gaps = unequal(name, theirs, wanted)
-    return f"{len(gaps)} of {len(theirs)} parameters are {gaps[0][1]} times in the optimiser, not once"
+    return (
+        f"{len(gaps)} of {len(theirs)} parameters are {gaps[0][1]} times in the optimiser, not once"
+    )
 
 
 def decays(name: str, theirs: tuple, wanted: tuple, _: Reading) -> str:
@@ -150,6 +150,19 @@ def greedy(name: str, theirs: object, wanted: object, reading: Reading) -> str:
     )
 
 
+def names(text: str) -> Words:
+    return lambda _, theirs, __, ___: text.format(len(theirs), listed(theirs))
+
+
+def shared(name: str, theirs: tuple, wanted: tuple, _: Reading) -> str:
+    more, fewer = (
+        [one for one in a if one not in b] for a, b in ((theirs, wanted), (wanted, theirs))
+    )
+    if more:
+        return f"{len(more)} parameters are shared that should not be: {' = '.join(more[0])}"
+    return f"{len(fewer)} parameters should be shared and are not: {' = '.join(fewer[0])}"
+
+
 def gap(text: str) -> Words:
     return lambda _, theirs, wanted, __: text.format(
         number(largest(theirs)), number(largest(wanted))
@@ -169,9 +182,9 @@ LN_V = f"{math.log(SIZES['vocab_size']):.2f}"
 TELLING: tuple[tuple[str, Words], ...] = (  # from what tells most to what tells least
     ("later tokens", gap("logits before place t change by up to {} when the token at t changes; 0 is right")),
     ("fresh loss", flag(f"a fresh model's loss is {{fresh_loss_number}}, ln V is {LN_V}")),
-    ("zero matrices", flag("matrices of a fresh model that hold zeros alone: {0}")),
-    ("unknown to the model", flag("parameters that the model does not know of: {0}")),
-    ("shared parameters", flag("parameters that are one: {0}; right is {1}")),
+    ("zero matrices", names("{} matrices of a fresh model hold zeros alone: {}")),
+    ("unknown to the model", names("{} parameters are not among the model's: {}")),
+    ("shared parameters", shared),
     ("gradients", gradients),
     ("row alone", gap("a row alone has logits that are {} off those in a batch; 0 is right")),
     ("beginning alone", gap("the first 4 tokens alone have logits that are {} off those in a longer text; 0 is right")),

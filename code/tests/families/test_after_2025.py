@@ -931,7 +931,7 @@ FAULTS: dict[str, list[tuple[str, str]]] = {
         ("normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)", "normed = wide"),
         ("streams.flatten(2)", "streams.mT.flatten(2)"),
         ("-math.log(n_streams - 1)", "-math.log(n_streams)"),
-        ("torch.zeros(n_streams)", "torch.ones(n_streams)"),
+        ("[0.0] * n_streams", "[1.0] * n_streams"),
     ],
     "StreamCollapse": [
         ("logits.sigmoid() + self.eps", "logits.softmax(-1) + self.eps"),

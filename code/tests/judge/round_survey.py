@@ -68,7 +68,14 @@ def survey(seed: int, faults: int = 4, extra: int = 6) -> dict:
     planted = nth_set(paper, number)
     states = States(paper, planted)
     draw = Draw(seed + 7)
-    found: dict = {"seed": seed, "set": number, "making": making, "wrong": [], "done": [], "states": 0}
+    found: dict = {
+        "seed": seed,
+        "set": number,
+        "making": making,
+        "wrong": [],
+        "done": [],
+        "states": 0,
+    }
     found["trying"] = 0.0
     for state in states.all:
         left = [bug for i, bug in enumerate(planted) if i not in state]

@@ -65,7 +65,7 @@ def results_in_words(outcome: dict) -> list:
         shown = str(value)
         if isinstance(value, torch.Tensor):
             numbers = value.detach().double().flatten().tolist()
-            shown = f"{value.dtype} {[f'{x:.5g}' for x in numbers]}"
+            shown = f"{value.dtype} {list(value.shape)} {[f'{x:.5g}' for x in numbers]}"
         words.append((key, shown))
     return words
 

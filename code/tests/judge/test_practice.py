@@ -255,6 +255,7 @@ UNSEEN_IN_CLASSES = (
     "|scores are divided by sqrt\\(8\\)"
 )
 
+
 def test_the_verdict_in_the_readme_is_a_real_one():
     readme = (NOTES.parent / "README.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```text\n(\[ModernBlock\] wrong.*?)\n```", readme, re.S)

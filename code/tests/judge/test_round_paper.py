@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -73,9 +74,7 @@ def test_every_style_of_every_kind_stands_in_some_file_and_is_python_there():
             texts = [tuple(line.strip() for line in right) for right, _ in kind.styles]
             wrongs = [tuple(line.strip() for line in wrong) for _, wrong in kind.styles]
             stripped = [tuple(line.strip() for line in part) for part in (bug.right, bug.wrong)]
-            number = next(
-                i for i, both in enumerate(zip(texts, wrongs)) if list(both) == stripped
-            )
+            number = next(i for i, both in enumerate(zip(texts, wrongs)) if list(both) == stripped)
             if (kind.name, number) in left:
                 left.remove((kind.name, number))
                 ast.parse(paper.text([bug]))
@@ -118,7 +117,7 @@ def test_bugs_are_whole_lines_that_stand_once_apart_from_each_other(papers):
             places = matches(lines, wrong)
             assert len(places) == 1, (paper.seed, bug.kind.name)
             assert places[0][0] + 1 == paper.first_line_of(bug, planted)
-        for one, other in zip(planted, planted[1:]):
+        for one, other in itertools.pairwise(planted):
             assert one.line + len(one.right) < other.line
 
 

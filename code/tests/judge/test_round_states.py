@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from round_survey import judged, survey
 
 from judge.round.measuring import APART, absolute, difference, differing, relative
 from judge.round.paper import clean_paper, filled, kinds, nth_set, parsed_pieces, plantable
 from judge.round.probes import PROBES
 from judge.round.states import States, breaks, measured
 from judge.round.subject import Subject
-from round_survey import judged, survey
 
-REPAIRS = parsed_pieces(
-    Path(__file__).with_name("round_repairs.txt").read_text(encoding="utf-8")
-)[1]
+REPAIRS = parsed_pieces(Path(__file__).with_name("round_repairs.txt").read_text(encoding="utf-8"))[
+    1
+]
 STYLES = (1, 2, 3)
 
 
@@ -149,11 +151,17 @@ def test_a_bug_mended_by_another_is_new():
 
 HARMLESS = {  # what a reader may change: settings, prints, hints, helpers, order, buffers
     "other sizes": (r"(= 2\n)", r"= 3\n"),
-    "a print in forward": (r"^( +)if targets is None:", r"\1print(logits.shape)\n\1if targets is None:"),
+    "a print in forward": (
+        r"^( +)if targets is None:",
+        r"\1print(logits.shape)\n\1if targets is None:",
+    ),
     "type hints": (r"def encode\(text\):", "def encode(text: str) -> list[int]:"),
     "a new field": (r"(@dataclass\nclass \w+:\n)", r"\1    remark: str = 'none'\n"),
     "other betas": (r"betas=\(0\.9, 0\.95\)", "betas=(0.8, 0.999)"),
-    "float64 by default": (r"torch\.set_num_threads\(1\)", "torch.set_default_dtype(torch.float64)"),
+    "float64 by default": (
+        r"torch\.set_num_threads\(1\)",
+        "torch.set_default_dtype(torch.float64)",
+    ),
     "epsilon": (r"1e-5", "1e-6"),
     "tanh GELU": (r"F\.gelu\(([^)]*\))\)", r"F.gelu(\1, approximate='tanh')"),
     "smaller start": (r"std=0\.02", "std=0.01"),
