@@ -58,6 +58,8 @@ class Reading:
         self._outputs: list[Tensor] = []  # of one full pass, NaN where it raised
         self._fitting: list[int] = []  # assignments with the answer's output
         self._outcomes: dict[int, Outcomes] = {}
+        self._known_outputs: dict[tuple[Mistake, ...], Tensor | None] = {}
+        self._other_parameters: set[tuple[Mistake, ...]] = set()  # mistakes that were tried
 
     def read(self) -> None:
         """Look for the answer, then for known mistakes, among the likeliest assignments first."""
@@ -134,13 +136,15 @@ class Reading:
         """The class, as some assignment reads it, when it behaves like these mistakes."""
         try:
             known = answer_outcomes(self.name, *mistakes)
-            weights = known.subject.weights(self.usual)
-            module = known.subject.make(self.usual).module
-            output = self.exercise.first_output(module, self.usual)
+            names = known.subject.weights(self.usual).names
+            output = self._output_of(mistakes)
         except Exception:  # two mistakes may not go together
             return None
-        if weights.names != self.answer.subject.weights(self.usual).names:
-            return self._with_other_parameters(known) if len(mistakes) == 1 else None
+        if names != self.answer.subject.weights(self.usual).names:
+            if len(mistakes) > 1 or mistakes in self._other_parameters:
+                return None
+            self._other_parameters.add(mistakes)
+            return self._with_other_parameters(known)
         if stacked is None:
             return None
         alike = [0]  # where nothing comes out, exceptions are compared, of the likeliest reading
@@ -152,6 +156,13 @@ class Reading:
             if returns_anything(found) and self._behaves(known, found):
                 return found
         return None
+
+    def _output_of(self, mistakes: tuple[Mistake, ...]) -> Tensor | None:
+        """What the answer with these mistakes gives in one full pass."""
+        if mistakes not in self._known_outputs:
+            module = answer_outcomes(self.name, *mistakes).subject.make(self.usual).module
+            self._known_outputs[mistakes] = self.exercise.first_output(module, self.usual)
+        return self._known_outputs[mistakes]
 
     def _behaves(self, known: Outcomes, theirs: Outcomes) -> bool:
         """Whether a class gives what a mistake gives, the mistake's failing cases first."""

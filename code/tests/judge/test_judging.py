@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from judge.answers import answer_source, planted
 from judge.judging import judge
 from judge.mistakes import mistakes_of
-from judge.process import CODE, Child
+from judge.process import CODE, Child, Limits
 from judge.session import WORKER, Trial, try_file
 from judge.source import Source
 
@@ -177,13 +177,13 @@ def test_of_three_mistakes_one_is_named_as_one_of_several():
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "ModernBlock", "CrossDecoderLayer"])
-def test_a_wrong_answer_is_judged_in_two_seconds_of_computing(name):
+def test_a_wrong_answer_without_a_name_takes_far_less_than_the_limit(name):
     judge(answer_source("rms_norm"), ["rms_norm"])  # what torch loads at its first calls
     text = answer_source(name).replace("eps=1e-6", "eps=3e-4").replace("nn.ReLU()", "nn.ELU()")
     start = time.process_time()
     (verdict,) = judge(text, [name])
     assert not verdict.right
-    assert time.process_time() - start < 4  # what it takes when nothing is known, is less than 2
+    assert time.process_time() - start < Limits().computing
 
 
 def test_try_works_behind_autograd_in_a_thread_and_after_a_compiler(tmp_path):
