@@ -13,13 +13,9 @@ T length, S cached and new keys, d d_model, H heads, d_h head_dim; masks are boo
 import argparse
 import ast
 import copy
-import difflib
 import itertools
 import math
-import os
 import sys
-import textwrap
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import transformer_block as tb
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformer_block import (
     GatedFFN,
     KVCache,
@@ -36,10 +33,15 @@ from transformer_block import (
     MultiHeadLatentAttention,
     RMSNorm,
     apply_rope,
+    at_least_float32,
     build_causal_mask,
-    require_parts,
+    combined_mask,
+    require_forward_pass,
     require_tensor,
     require_value,
+    split_heads,
+    start_position,
+    table_rows,
 )
 
 # =============================================================================================
@@ -102,23 +104,28 @@ def delta_rule_chunked(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same chunk by chunk: matrix products inside a chunk, a step of the state between chunks.
 
-    With c_i the sum of log_decay up to i, and the state S before the chunk, what token i writes is
-    u_i = beta_i (v_i - e^c_i S^T k_i - sum_{j<i} e^(c_i - c_j) (k_i k_j) u_j): a triangular system
-    in u. Then out_i = e^c_i S^T q_i + sum_{j<=i} e^(c_i - c_j) (q_i k_j) u_j (arXiv:2412.06464).
+    With a_ij the product of the alphas behind j up to i, a_i that of all up to i, and the state S
+    before the chunk, token i writes
+    u_i = beta_i (v_i - a_i S^T k_i - sum_{j<i} a_ij (k_i k_j) u_j), a triangular system in u. Then
+    out_i = a_i S^T q_i + sum_{j<=i} a_ij (q_i k_j) u_j (arXiv:2412.06464). An alpha of 0
+    (log_decay -inf) forgets all that came before.
     """
+    if not v.shape[2]:
+        return v, state
     out = []
     for parts in zip(*(t.split(chunk, dim=2) for t in (q, k, v, log_decay, beta))):
         q, k, v, steps, beta = parts
-        total, beta = steps.cumsum(dim=2), beta[..., None]  # (B, H, C), (B, H, C, 1)
-        between = (total[..., None] - total[..., None, :]).tril().exp().tril()  # (B, H, C, C)
-        since = total.exp()[..., None]  # (B, H, C, 1)
+        beta = beta[..., None]  # (B, H, C, 1)
+        # Sums of the steps behind j up to i, not differences of two sums: -inf - -inf is NaN.
+        behind = steps[..., None].expand(*steps.shape, steps.shape[2]).tril(-1).cumsum(dim=2)
+        between = behind.exp().tril()  # (B, H, C, C)
+        since = steps.cumsum(dim=2).exp()[..., None]  # (B, H, C, 1)
         # The solver takes the diagonal as ones and does not read above it.
         system, right = beta * between * (k @ k.mT), beta * (v - since * (k @ state))
         u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         out.append(since * (q @ state) + (between * (q @ k.mT)) @ u)  # (B, H, C, d_v)
-        end = steps.sum(dim=2, keepdim=True)  # (B, H, 1)
-        left = (end - total).exp()[..., None]  # what of a write is left at the end of the chunk
-        state = end.exp()[..., None] * state + (left * k).mT @ u
+        left = between[:, :, -1, :, None]  # what of each write is left at the end of the chunk
+        state = since[:, :, -1:] * state + (left * k).mT @ u
     return torch.cat(out, dim=2), state
 
 
@@ -126,7 +133,8 @@ class CausalConvolution(nn.Module):
     """Each channel becomes a weighted sum of its own last width values: depthwise, no bias.
 
     forward takes x [B, T, channels] and before [B, width - 1, channels], what came ahead of x
-    (zeros at the start), and returns ([B, T, channels], the last width - 1 to go on from).
+    (zeros at the start), and returns ([B, T, channels], the last width - 1 to go on from). With
+    packing, no token reads another document, and what follows a row's real tokens is not kept.
     """
 
     def __init__(self, channels: int, width: int):
@@ -135,42 +143,91 @@ class CausalConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, channels))  # row 0 weighs the oldest value
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
 
-    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, before: Tensor, packing: "DocumentPacking | None" = None
+    ) -> tuple[Tensor, Tensor]:
         T, columns = x.shape[1], torch.cat((before, x), dim=1)  # (B, width-1+T, channels)
-        out = sum(row * columns[:, lag : lag + T] for lag, row in enumerate(self.weight))
+        width, out = before.shape[1] + 1, torch.zeros_like(x)
+        for lag, row in enumerate(self.weight):
+            read = columns[:, lag : lag + T]  # (B, T, channels)
+            if packing is not None:
+                read = read.masked_fill(packing.strangers(width - 1 - lag)[..., None], 0)
+            out = out + row * read
+        if packing is not None:
+            return out, packing.last_columns(columns, width)
         return out, columns[:, T:].clone()  # a view would keep all of columns alive
 
 
-class DeltaNetState:
-    """What a GatedDeltaNet keeps in place of keys and values: no larger after 10^6 tokens.
+class DocumentPacking:
+    """Rows of T tokens with their real ones in front, and the document that each belongs to.
 
-    state [B, H, k_dim, v_dim] and columns [B, conv_width - 1, channels], what the convolution still
-    reads; None when empty. next_pos, reset and truncate are as in KVCache, but no tokens can be cut
-    out of a state: truncate goes back to where the last forward began (that is kept too) or to 0.
+    real [B, T] bool, and document [B, T], how many documents have begun in the row up to a token.
+    The padding moves behind the real tokens: nothing that these leave behind has read it.
     """
+
+    def __init__(self, real: Tensor, document: Tensor):
+        self.order = (~real).long().argsort(dim=1, stable=True)  # (B, T)
+        self.real = real.gather(1, self.order)
+        last = document[:, -1:].expand_as(document)  # padding ends in the document of its row
+        self.document = document.gather(1, self.order).where(self.real, last)
+
+    def front(self, x: Tensor) -> Tensor:
+        """x [B, T, d] in this order, padding set to zero."""
+        x = x.gather(1, self.order[..., None].expand_as(x))
+        return x.masked_fill(~self.real[..., None], 0)
+
+    def back(self, out: Tensor) -> Tensor:
+        """out [B, T, d] in the order of the call."""
+        return torch.zeros_like(out).scatter(1, self.order[..., None].expand_as(out), out)
+
+    def gates(self, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [B, H, T]: padding neither fades nor writes, a new document forgets all."""
+        padding = ~self.real[:, None]  # (B, 1, T)
+        log_decay = log_decay.masked_fill(padding, 0)
+        begins = self.strangers(1)[:, None]  # (B, 1, T)
+        return log_decay.masked_fill(begins, -math.inf), beta.masked_fill(padding, 0)
+
+    def strangers(self, distance: int) -> Tensor:
+        """bool [B, T]: the token that far ahead is of another document than this one."""
+        ahead = F.pad(self.document, (distance, 0))[:, : self.document.shape[1]]
+        return ahead != self.document
+
+    def last_columns(self, columns: Tensor, width: int) -> Tensor:
+        """The last width - 1 real ones of columns [B, width-1+T, …], zero where of another
+        document."""
+        place = torch.arange(width - 1, device=columns.device) + self.real.sum(1, keepdim=True)
+        owner = F.pad(self.document, (width - 1, 0)).gather(1, place)  # (B, width-1)
+        kept = columns.gather(1, place[..., None].expand(-1, -1, columns.shape[2]))
+        return kept.masked_fill((owner != self.document[:, -1:])[..., None], 0)
+
+
+class StateCache:
+    """What a layer keeps where no single tokens can be cut out of it: the tensors named in parts.
+
+    next_pos, reset and truncate are as in KVCache, but truncate goes back to where the last forward
+    began (that is kept too) or to 0 (ValueError for another length). No tensor is written to.
+    """
+
+    parts: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        self.next_pos, self.state, self.columns, self._before = 0, None, None, None
+        """Forget everything."""
+        self.next_pos, self._before = 0, None
+        for name in self.parts:
+            setattr(self, name, None)
 
-    def read(self, x: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """state and columns of these shapes to go on from with tokens x: zeros when empty."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if self.state is None:
-            return x.new_zeros(shapes[0], dtype=wide), x.new_zeros(shapes[1])
-        if self.state.shape != shapes[0] or self.state.dtype != wide:
-            came = f"{list(self.state.shape)} in {self.state.dtype}"
-            raise ValueError(f"kv_cache must hold a state {list(shapes[0])} in {wide}, got {came}")
-        return self.state, self.columns
-
-    def update(self, length: int, state: Tensor, columns: Tensor) -> None:
-        """Hold what is there length tokens later. No tensor is written to."""
-        self._before = self.next_pos, self.state, self.columns
-        self.next_pos, self.state, self.columns = self.next_pos + length, state, columns
+    def update(self, length: int, **parts: Tensor | None) -> None:
+        """Hold what is there length tokens later."""
+        self._before = self.next_pos, {name: getattr(self, name) for name in self.parts}
+        self.next_pos += length
+        for name in self.parts:
+            setattr(self, name, parts.get(name))
 
     def truncate(self, length: int) -> None:
+        """Go back to where the last forward began, or to 0; next_pos changes nothing."""
         require_value(int, above=-1, length=length)
         before = self.next_pos if self._before is None else self._before[0]
         if length not in (self.next_pos, before, 0):
@@ -181,7 +238,55 @@ class DeltaNetState:
         if length == 0:
             self.reset()
         elif length != self.next_pos:
-            (self.next_pos, self.state, self.columns), self._before = self._before, None
+            self.next_pos, parts = self._before
+            vars(self).update(parts, _before=None)
+
+    def require_part(self, name: str, shape: tuple, dtype: torch.dtype, device: object) -> Tensor:
+        """The part; ValueError where it has another shape, TypeError for dtype or device."""
+        tensor = getattr(self, name)
+        if tensor.shape != shape:
+            came = f"got {list(tensor.shape)}"
+            raise ValueError(f"kv_cache must hold {name} {list(shape)}, {came}")
+        if tensor.dtype != dtype or tensor.device != device:
+            came = f"got {tensor.dtype} on {tensor.device}"
+            raise TypeError(f"kv_cache must hold {name} in {dtype} on {device}, {came}")
+        return tensor
+
+    def __deepcopy__(self, memo: dict) -> "StateCache":
+        """One of its own, also after a forward with gradients: deepcopy takes no graph."""
+        twin = memo[id(self)] = object.__new__(type(self))
+
+        def own(value: object) -> object:
+            if isinstance(value, dict):
+                return {name: own(part) for name, part in value.items()}
+            if isinstance(value, tuple):
+                return tuple(map(own, value))
+            return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value, memo)
+
+        vars(twin).update(own(vars(self)))
+        return twin
+
+
+class DeltaNetState(StateCache):
+    """What a GatedDeltaNet keeps in place of keys and values: no larger after 10^6 tokens.
+
+    state [B, H, k_dim, v_dim] and columns [B, conv_width - 1, channels], what the convolution still
+    reads; None when empty. real [B, next_pos] is what key_padding_mask has said, begin [B] where
+    the document in hand begins; None without.
+    """
+
+    parts = "state", "columns", "real", "begin"
+
+    def read(self, x: Tensor, *shapes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """state and columns of these shapes to go on from with tokens x: zeros when empty.
+
+        Raises ValueError where other shapes are held, TypeError for another dtype or device.
+        """
+        wide = at_least_float32(x[:0]).dtype
+        if self.state is None:
+            return x.new_zeros(shapes[0], dtype=wide), x.new_zeros(shapes[1])
+        state = self.require_part("state", shapes[0], wide, x.device)
+        return state, self.require_part("columns", shapes[1], x.dtype, x.device)
 
 
 class GatedDeltaNet(nn.Module):
@@ -193,9 +298,10 @@ class GatedDeltaNet(nn.Module):
     at most k_dim keys a head are told apart. q and k have length 1. A head's output is normed, then
     gated by SiLU(gate_proj(x)). Value head i reads key head i // (H / n_k_heads).
 
-    forward takes x [B, T, d] and returns (out [B, T, d], (state, columns)). It is causal and has no
-    mask (ValueError); key_padding_mask [B, cached + T] zeroes padding, which leaves no trace on the
-    left. kv_cache is a DeltaNetState. chunk tokens at a time are matrix products.
+    forward takes x [B, T, d] and returns (out [B, T, d], (state, columns)). It is causal. Padding
+    (key_padding_mask [B, cached + T]) leaves no trace wherever it stands. mask [(B,) T, cached + T]
+    may only tell documents apart, each of which starts anew (ValueError otherwise). kv_cache is a
+    DeltaNetState. chunk tokens at a time are matrix products.
     """
 
     def __init__(self, d_model: int, n_k_heads: int, n_v_heads: int, *, k_dim: int, v_dim: int,
@@ -208,11 +314,10 @@ class GatedDeltaNet(nn.Module):
             raise ValueError(f"n_k_heads={n_k_heads} must divide n_v_heads={n_v_heads}")
         self.d_model, self.n_v_heads, self.chunk = d_model, n_v_heads, chunk
         self.k_dim, self.v_dim, self.conv_width = k_dim, v_dim, conv_width
-        self.widths = n_k_heads * k_dim, n_k_heads * k_dim, n_v_heads * v_dim
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(d_model, width, bias=False) for width in self.widths
-        )
-        self.conv = CausalConvolution(sum(self.widths), conv_width)
+        self.q_proj = nn.Linear(d_model, n_k_heads * k_dim, bias=False)
+        self.k_proj = nn.Linear(d_model, n_k_heads * k_dim, bias=False)
+        self.v_proj = nn.Linear(d_model, n_v_heads * v_dim, bias=False)
+        self.conv = CausalConvolution(2 * n_k_heads * k_dim + n_v_heads * v_dim, conv_width)
         self.beta_proj = nn.Linear(d_model, n_v_heads, bias=False)
         self.decay_proj = nn.Linear(d_model, n_v_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(n_v_heads).uniform_(0.01, 16).log())
@@ -227,27 +332,32 @@ class GatedDeltaNet(nn.Module):
                 cos: Tensor | None = None, sin: Tensor | None = None,
                 kv_cache: "DeltaNetState | None" = None,
                 start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        x = require_recurrent(self, x, mask, key_padding_mask, causal, kv_cache, start_pos)
+        require_recurrent(self, x, mask, key_padding_mask, causal, kv_cache, start_pos)
         (B, T, _), cache = x.shape, DeltaNetState() if kv_cache is None else kv_cache
-        before = B, self.conv_width - 1, sum(self.widths)
+        packing, real, begin = read_documents(x, mask, key_padding_mask, cache)
+        x = x if packing is None else packing.front(x)
+        mixed = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        widths = [part.shape[-1] for part in mixed]
+        before = B, self.conv_width - 1, sum(widths)
         state, columns = cache.read(x, (B, self.n_v_heads, self.k_dim, self.v_dim), before)
-        mixed = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-        mixed, columns = self.conv(mixed, columns)
-        mixed = F.silu(mixed).to(state.dtype).split(self.widths, dim=-1)
+        mixed, columns = self.conv(torch.cat(mixed, dim=-1), columns, packing)
+        mixed = F.silu(mixed).to(state.dtype).split(widths, dim=-1)
         sizes = self.k_dim, self.k_dim, self.v_dim  # below: (B, heads, T, k_dim or v_dim)
         q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t, size in zip(mixed, sizes))
         q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
         q, k = (t.repeat_interleave(v.shape[1] // t.shape[1], dim=1) for t in (q, k))
         beta = self.beta_proj(x).to(v).sigmoid().mT  # (B, H, T)
-        speed = self.A_log.to(v).exp() * F.softplus(self.decay_proj(x).to(v) + self.dt_bias)
-        inputs = q * self.k_dim**-0.5, k, v, -speed.mT, beta, state
+        rate = self.A_log.to(v).clamp(max=80).exp()  # at inf, inf * 0 would be NaN
+        log_decay = (-rate * F.softplus(self.decay_proj(x).to(v) + self.dt_bias)).mT  # (B, H, T)
+        if packing is not None:
+            log_decay, beta = packing.gates(log_decay, beta)
         rule = delta_rule_recurrent if T == 1 else partial(delta_rule_chunked, chunk=self.chunk)
-        out, state = rule(*inputs)  # (B, H, T, v_dim), (B, H, k_dim, v_dim)
+        out, state = rule(q * self.k_dim**-0.5, k, v, log_decay, beta, state)  # (B, H, T, v_dim)
         gate = F.silu(self.gate_proj(x).to(v)).unflatten(-1, (-1, self.v_dim))
         out = (self.norm(out.transpose(1, 2)) * gate).to(x.dtype)  # (B, T, H, v_dim)
         out = self.o_proj(out.flatten(2))
-        cache.update(T, state, columns)
-        return out, (state, columns)
+        cache.update(T, state=state, columns=columns, real=real, begin=begin)
+        return (out if packing is None else packing.back(out)), (state, columns)
 
 
 # =============================================================================================
@@ -266,6 +376,7 @@ class IndexedCache:
         return self.latent.next_pos
 
     def append(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        """As KVCache.append: the latents of the layer's attention."""
         return self.latent.append(k_new, v_new)
 
     def append_index(self, keys: Tensor) -> Tensor:
@@ -274,9 +385,12 @@ class IndexedCache:
         return self.index.append(keys, keys[..., :0])[0]
 
     def truncate(self, length: int) -> None:
+        """Keep the first length positions of both."""
         self.latent.truncate(length)
+        self.index.truncate(length)
 
     def reset(self) -> None:
+        """Forget everything; with max_len the memory is kept."""
         self.latent.reset()
         self.index.reset()
 
@@ -296,6 +410,10 @@ class ChosenRows:
         k, v = (t[batch, 0, self.rows][:, None] for t in stored)  # (B, 1, k, width)
         return k, v
 
+    def truncate(self, length: int) -> None:
+        """As IndexedCache.truncate: an attention that fails takes back what it has stored."""
+        self.cache.truncate(length)
+
 
 class IndexedSparseAttention(nn.Module):
     """DeepSeek Sparse Attention: an indexer chooses top_k keys a query, and attn reads only those.
@@ -307,8 +425,8 @@ class IndexedSparseAttention(nn.Module):
     numbers are cached a token, and the indexer still sees every key. Up to top_k tokens it is attn.
 
     forward is attn's; kv_cache is an IndexedCache. The choice has no gradient: the indexer learns
-    from a loss on index_scores. One token without masks reads the chosen rows, otherwise a mask
-    hides the others.
+    from a loss on index_scores, which moves nothing else (§2.1 of the report: its input is
+    detached). One token without masks reads the chosen rows, otherwise a mask hides the others.
     """
 
     def __init__(self, attn: nn.Module, *, n_index_heads: int, index_dim: int, top_k: int):
@@ -326,41 +444,54 @@ class IndexedSparseAttention(nn.Module):
 
     def index_keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, T, d] and table rows [T, r] to keys [B, 1, T, index_dim], first channels turned."""
-        return apply_rope(self.index_norm(self.index_k(x))[:, None], cos, sin)
+        return apply_rope(self.index_norm(self.index_k(x.detach()))[:, None], cos, sin)
 
     def index_scores(self, x: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, T, S], in at least float32: what each key is worth to each query."""
-        q = self.index_q(self.attn.q_norm(self.attn.q_down(x)))
-        q = apply_rope(MultiHeadAttention.split_heads(q, self.index_dim), cos, sin)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        rows = q.flatten(1, 2).to(wide)  # (B, H_I*T, index_dim): keys are not copied out to heads
-        hits = F.relu(keys[:, 0].to(wide) @ rows.mT).mT  # (B, H_I*T, S)
+        x, latent = x.detach(), self.attn.q_norm(self.attn.q_down(x)).detach()
+        q = self.index_q(latent)
+        q = apply_rope(split_heads(q, self.index_dim), cos, sin)
+        rows = at_least_float32(q.flatten(1, 2))  # (B, H_I*T, index_dim): no keys copied to heads
+        hits = F.relu(at_least_float32(keys[:, 0]) @ rows.mT).mT  # (B, H_I*T, S)
         hits = hits.unflatten(1, q.shape[1:3])  # (B, H_I, T, S)
-        weight = self.index_weight(x).to(wide).mT * (q.shape[1] * self.index_dim) ** -0.5
+        weight = at_least_float32(self.index_weight(x)).mT * (q.shape[1] * self.index_dim) ** -0.5
         return (weight[..., None] * hits).sum(dim=1)
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None,
                 key_padding_mask: Tensor | None = None, causal: bool = False,
                 cos: Tensor | None = None, sin: Tensor | None = None,
-                kv_cache: "IndexedCache | None" = None,
-                start_pos: int | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+                kv_cache: "IndexedCache | None" = None, start_pos: int | None = None,
+                choice: list | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """choice, an empty list, gets what was chosen: [B, T, top_k], or None where that is all."""
         keep, rows = require_indexed(self, x, mask, key_padding_mask, causal, cos, sin, kv_cache,
                                      start_pos)  # fmt: skip
         keys = self.index_keys(x, *rows)  # (B, 1, T, index_dim)
         keys = keys if kv_cache is None else kv_cache.append_index(keys)  # (B, 1, S, index_dim)
-        at = {"cos": cos, "sin": sin, "start_pos": start_pos}
-        if keys.shape[2] <= self.top_k:  # every key is chosen
-            seen = {"mask": mask, "key_padding_mask": key_padding_mask, "causal": causal}
-            return self.attn(x, kv_cache=kv_cache, **seen, **at)
-        scores = self.index_scores(x, keys, *rows)  # (B, T, S)
-        if keep is not None:
-            scores = scores.masked_fill(~keep, -math.inf)
-        chosen = scores.topk(self.top_k, dim=-1).indices  # (B, T, top_k)
-        if x.shape[1] == 1 and keep is None:
-            return self.attn(x, kv_cache=ChosenRows(kv_cache, chosen[:, 0]), **at)
-        allowed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
-        allowed = allowed if keep is None else allowed & keep  # a query may have fewer than top_k
-        return self.attn(x, mask=allowed, kv_cache=kv_cache, **at)
+        chosen = None
+        if keys.shape[2] > self.top_k:
+            scores = self.index_scores(x, keys, *rows)  # (B, T, S)
+            if keep is not None:
+                scores = scores.masked_fill(~keep, -math.inf)
+            chosen = scores.topk(self.top_k, dim=-1).indices  # (B, T, top_k)
+        if choice is not None:
+            choice.append(chosen)
+        options = {"cos": cos, "sin": sin, "start_pos": start_pos}
+        return attend_chosen(self.attn, x, chosen, keep, kv_cache, keys.shape[2], options)
+
+
+def attend_chosen(
+    attn: nn.Module, x: Tensor, chosen: Tensor | None, keep: Tensor | None,
+    kv_cache: object, S: int, options: dict,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """attn(x) over the chosen [B, T, top_k] of S keys, all for None, that keep [B, T, S] allows."""
+    if chosen is None:
+        return attn(x, mask=keep, kv_cache=kv_cache, **options)
+    if x.shape[1] == 1 and keep is None:
+        return attn(x, kv_cache=ChosenRows(kv_cache, chosen[:, 0]), **options)
+    allowed = torch.zeros(*chosen.shape[:2], S, dtype=torch.bool, device=x.device)
+    allowed = allowed.scatter(-1, chosen, True)
+    allowed = allowed if keep is None else allowed & keep  # a query may have fewer than top_k
+    return attn(x, mask=allowed, kv_cache=kv_cache, **options)
 
 
 # =============================================================================================
@@ -375,8 +506,8 @@ def sinkhorn(logits: Tensor, n_rounds: int = 20, eps: float = 1e-6) -> Tensor:
     It ends on columns, which are exact up to eps; rows come close with the rounds.
     """
     matrix = logits.softmax(dim=-1) + eps
-    for round in range(n_rounds):
-        if round:
+    for i in range(n_rounds):
+        if i > 0:
             matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + eps)
         matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
     return matrix
@@ -423,7 +554,7 @@ class HyperConnection(nn.Module):
 
     def weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """pre [B, T, n], post [B, T, n] and mix [B, T, n, n] (from, to), in at least float32."""
-        wide = streams.flatten(2).to(torch.promote_types(streams.dtype, torch.float32))
+        wide = at_least_float32(streams.flatten(2))
         normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)  # (B, T, n*d)
         parts = self.proj(normed.to(streams.dtype)).to(wide).split(self.widths, dim=-1)
         biases = self.bias.split(self.widths)
@@ -449,7 +580,7 @@ class StreamCollapse(nn.Module):
     def forward(self, streams: Tensor) -> Tensor:
         shape = "B", "T", self.n_streams, self.d_model
         require_tensor("streams", streams, *shape, layer=self.proj)
-        wide = streams.flatten(2).to(torch.promote_types(streams.dtype, torch.float32))
+        wide = at_least_float32(streams.flatten(2))
         normed = F.rms_norm(wide, wide.shape[-1:], eps=self.norm_eps)  # (B, T, n*d)
         logits = self.scale * self.proj(normed.to(streams.dtype)).to(wide) + self.bias
         pre = logits.sigmoid() + self.eps  # (B, T, n)
@@ -460,33 +591,45 @@ class HyperConnectedBlock(nn.Module):
     """ModernDecoderBlock on several streams: its two residual additions are HyperConnections.
 
     forward takes and returns streams [B, T, n, d]; x [B, T, d], in the first block of a stack, is
-    copied to all of them. In DecoderOnlyLM, final_norm becomes nn.Sequential(StreamCollapse(d, n),
-    final_norm).
+    copied to all of them. attn_streams and ffn_streams replace the connections. choice goes to
+    attn where given, ids [B, T] to an ffn that has takes_ids. In DecoderOnlyLM, final_norm becomes
+    nn.Sequential(StreamCollapse(d, n), final_norm).
     """
 
     def __init__(self, d_model: int = 96, n_q_heads: int = 8, n_kv_heads: int = 2,
                  d_ff: int = 256, *, n_streams: int = 4, attn: nn.Module | None = None,
-                 ffn: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
+                 ffn: nn.Module | None = None, attn_streams: nn.Module | None = None,
+                 ffn_streams: nn.Module | None = None, eps: float = 1e-6):  # fmt: skip
         super().__init__()
-        require_parts(attn, ffn, d_ff, eps)
+        require_value(int, d_ff=d_ff)
+        require_value(float, eps=eps)
+        require_value(Callable, optional=True, attn=attn, ffn=ffn)
         require_value(int, above=1, n_streams=n_streams)
         if attn is None:
             attn = MultiHeadAttention(d_model, n_q_heads, n_kv_heads, rope=True)
         self.attn, self.ffn = attn, GatedFFN(d_model, d_ff) if ffn is None else ffn
         self.d_model, self.n_streams = d_model, n_streams
         self.norm1, self.norm2 = RMSNorm(d_model, eps), RMSNorm(d_model, eps)
-        self.attn_streams = HyperConnection(d_model, n_streams)
-        self.ffn_streams = HyperConnection(d_model, n_streams)
+        if attn_streams is None:
+            attn_streams = HyperConnection(d_model, n_streams)
+        if ffn_streams is None:
+            ffn_streams = HyperConnection(d_model, n_streams)
+        self.attn_streams, self.ffn_streams = attn_streams, ffn_streams
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *,
                 key_padding_mask: Tensor | None = None, kv_cache: "KVCache | None" = None,
-                start_pos: int | None = None) -> Tensor:  # fmt: skip
-        seen = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
-        at = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+                start_pos: int | None = None, choice: list | None = None,
+                ids: Tensor | None = None) -> Tensor:  # fmt: skip
+        masks = {"mask": mask, "causal": mask is None, "key_padding_mask": key_padding_mask}
+        position = {"cos": cos, "sin": sin, "kv_cache": kv_cache, "start_pos": start_pos}
+        shared = {} if choice is None else {"choice": choice}
+        tokens = {"ids": ids} if getattr(self.ffn, "takes_ids", False) else {}
         if isinstance(x, Tensor) and x.dim() == 3:
             x = x[:, :, None].expand(-1, -1, self.n_streams, -1)  # (B, T, n, d)
-        x = self.attn_streams(x, lambda h: self.attn(self.norm1(h), **seen, **at)[0])
-        return self.ffn_streams(x, lambda h: self.ffn(self.norm2(h)))
+        x = self.attn_streams(
+            x, lambda h: self.attn(self.norm1(h), **masks, **position, **shared)[0]
+        )
+        return self.ffn_streams(x, lambda h: self.ffn(self.norm2(h), **tokens))
 
 
 # =============================================================================================
@@ -502,23 +645,55 @@ def require_recurrent(
     causal: bool,
     kv_cache: "DeltaNetState | None",
     start_pos: int | None,
-) -> Tensor:
-    """Refuse what a recurrence cannot take; returns x with padding set to zero."""
+) -> None:
+    """Refuse what a recurrence cannot take."""
     B, T, _ = require_tensor("x", x, "B", "T", layer.d_model, layer=layer.q_proj)
-    if mask is not None or not causal:
-        came = f"causal={causal}" if mask is None else f"mask {getattr(mask, 'shape', mask)}"
-        raise ValueError(f"mask must be None and causal True for a recurrence, got {came}")
+    if mask is None and not causal:
+        raise ValueError(f"causal must be True for a recurrence, got {causal}")
     if kv_cache is not None and not isinstance(kv_cache, DeltaNetState):
         raise TypeError(f"kv_cache must be a DeltaNetState, got {type(kv_cache).__name__}")
+    if kv_cache is not None:
+        require_forward_pass()
     cached = 0 if kv_cache is None else kv_cache.next_pos
     if start_pos is not None:
         require_value(int, above=-1, start_pos=start_pos)
         if kv_cache is not None and start_pos != cached:
             raise ValueError(f"start_pos must be next_pos={cached}, got {start_pos}")
-    if key_padding_mask is None:
-        return x
-    require_tensor("key_padding_mask", key_padding_mask, B, cached + T, kind="bool")
-    return x.masked_fill(~key_padding_mask[:, cached:, None], 0)
+    combined_mask(mask, key_padding_mask, B, T, cached + T)
+
+
+def read_documents(
+    x: Tensor, mask: Tensor | None, key_padding_mask: Tensor | None, cache: "DeltaNetState"
+) -> tuple["DocumentPacking | None", Tensor | None, Tensor | None]:
+    """How the rows of x are packed, or None; and what the cache has to know of it afterwards.
+
+    Raises ValueError for a mask that is not causal within documents, or that hides cached tokens
+    which the state has read.
+    """
+    (B, T, _), start = x.shape, cache.next_pos
+    real, begin = key_padding_mask, cache.begin
+    if real is not None or cache.real is not None:
+        told = x.new_ones(B, start, dtype=torch.bool) if cache.real is None else cache.real
+        real = F.pad(told, (0, T), value=True) if real is None else real
+        if not torch.equal(real[:, :start], told):
+            raise ValueError("key_padding_mask must hide of the cached tokens what it has hidden")
+    document = torch.zeros(B, T, dtype=torch.long, device=x.device)
+    if mask is None and begin is not None and begin.any():
+        raise ValueError("mask must tell apart the documents that kv_cache has read, got None")
+    if mask is not None:
+        ahead = mask.diagonal(start - 1, -2, -1)  # does a token see the one ahead of it?
+        begins = ~F.pad(ahead, (T - ahead.shape[-1], 0), value=True).expand(B, T)
+        keys = torch.arange(start + T, device=x.device)  # (S)
+        since = (keys[start:] * begins).cummax(dim=1).values  # (B, T)
+        since = since if begin is None else torch.maximum(since, begin[:, None])
+        seen = (keys >= since[..., None]) & (keys <= keys[start:, None])  # (B, T, S)
+        if not torch.equal(mask.expand_as(seen), seen):
+            raise ValueError("mask must be causal within documents for a recurrence, got another")
+        document, begin = begins.cumsum(dim=1), since[:, -1] if T else begin
+    if T == 0 or (mask is None and real is None):
+        return None, real, begin
+    new = torch.ones_like(document, dtype=torch.bool) if real is None else real[:, start:]
+    return DocumentPacking(new, document), real, begin
 
 
 def require_indexed(
@@ -534,14 +709,16 @@ def require_indexed(
 ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
     """Refuse what does not fit, before the cache changes; returns what all masks allow, bool
     [B, T, S] or None, and the table rows of x."""
-    B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.index_k)
-    if kv_cache is not None and not isinstance(kv_cache, IndexedCache):
-        raise TypeError(f"kv_cache must be an IndexedCache, got {type(kv_cache).__name__}")
-    start = MultiHeadAttention.start_position(start_pos, kv_cache)
+    B, T, _ = require_tensor("x", x, "B", "T", layer.attn.d_model, layer=layer.attn.kv_down)
+    wanted = getattr(layer, "new_cache", KVCache)
+    if kv_cache is not None and not isinstance(kv_cache, wanted):
+        came = type(kv_cache).__name__
+        raise TypeError(f"kv_cache must be of type {wanted.__name__}, got {came}")
+    start = start_position(start_pos, kv_cache)
     S = T if kv_cache is None else start + T
-    rows = MultiHeadAttention.table_rows(cos, sin, start, T)
+    rows = table_rows(cos, sin, start, T)
     require_tensor("cos", rows[0], T, layer.attn.rope_dim)
-    keep = MultiHeadAttention.combined_mask(mask, key_padding_mask, B, T, S)
+    keep = combined_mask(mask, key_padding_mask, B, T, S)
     if causal and T > 1:  # a single query comes last and sees all
         positions = torch.arange(S, device=x.device)
         past = build_causal_mask(positions[S - T :], positions)  # (T, S)
@@ -752,18 +929,29 @@ def demo_A02(_device: str = "cpu") -> tuple[bool, str]:
     zero = torch.zeros(1, 1, 2, 1, dtype=torch.float64)
     read, state = delta_rule_recurrent(k, k, v, decay, beta, zero)
     by_hand = [*state.flatten().tolist(), read[0, 0, 2, 0].item()]
-    inputs = [tb.check_draw(2, 3, 11, width) for width in (4, 4, 5)]
-    inputs = [*inputs[:2], inputs[2], -tb.check_draw(2, 3, 11).exp(), tb.check_draw(2, 3, 11)]
-    inputs[1] = F.normalize(inputs[1], dim=-1)
-    inputs = *inputs[:4], inputs[4].sigmoid(), tb.check_draw(2, 3, 4, 5)
+    inputs = (
+        tb.check_draw(2, 3, 11, 4),  # q
+        F.normalize(tb.check_draw(2, 3, 11, 4), dim=-1),  # k
+        tb.check_draw(2, 3, 11, 5),  # v
+        -tb.check_draw(2, 3, 11).exp(),  # log_decay
+        tb.check_draw(2, 3, 11).sigmoid(),  # beta
+        tb.check_draw(2, 3, 4, 5),  # state
+    )
     slow = delta_rule_recurrent(*inputs)
     forms = [delta_rule_chunked(*inputs, chunk) for chunk in (1, 4, 64)]
     gap = max(tb.check_gap(a, b) for form in forms for a, b in zip(form, slow))
-    long = [tb.check_draw(1, 1, 200, 2), F.normalize(tb.check_draw(1, 1, 200, 2), dim=-1)]
-    long = *long, tb.check_draw(1, 1, 200, 3), torch.full((1, 1, 200), -20.0).double()
-    long = *long, torch.ones(1, 1, 200).double(), torch.zeros(1, 1, 2, 3).double()
-    long[3].requires_grad_()
-    fast = delta_rule_chunked(*long)[0]  # e^(c_i) alone is e^-4000 here, and 1 / it infinite
+    log_decay = torch.full((1, 1, 200), -20.0).double()
+    log_decay[0, 0, [0, 70, 71, 128]] = -math.inf
+    log_decay.requires_grad_()
+    long = (
+        tb.check_draw(1, 1, 200, 2),
+        F.normalize(tb.check_draw(1, 1, 200, 2), dim=-1),
+        tb.check_draw(1, 1, 200, 3),
+        log_decay,
+        torch.ones(1, 1, 200).double(),
+        torch.zeros(1, 1, 2, 3).double(),
+    )
+    fast = delta_rule_chunked(*long)[0]  # e^-20 a step, and 0 at four of them
     fast.sum().backward()
 
     layer, x = check_delta_layer(), tb.check_draw(2, 9, 12)
@@ -783,22 +971,24 @@ def demo_A02(_device: str = "cpu") -> tuple[bool, str]:
         ]
     left = tb.check_gap(torch.cat(parts, dim=1)[:, 3:], out)
     sizes = []
+    cache.reset()
     for _ in range(2):
         layer(x, kv_cache=cache)
         tensors = [cache.state, cache.columns]
         sizes.append(sum(t.untyped_storage().nbytes() for t in tensors))
-    blank, claims = tb.check_draw(2, 0, 12), check_delta_state(layer, x)
+    blank = tb.check_draw(2, 0, 12)
+    claims = check_delta_state(layer, x) | check_delta_packing(layer, x)
     half = check_delta_layer().bfloat16()
     return tb.check_claims(
         f"delta rule by hand: state ({by_hand[0]:.2f}, {by_hand[1]:.2f}) (expect 1.24, 0.32), read "
         f"{by_hand[2]:.2f} (expect 1.00); chunked vs recurrent: max|Δ|={gap:.2e}; layer vs its "
         f"formula: max|Δ|={formula:.2e}; in any chunks vs one pass: max|Δ|={chunks:.2e}; left "
-        f"padding of NaN leaves {left:.2e}; state {sizes[0]} bytes after 21 tokens, {sizes[1]} "
-        f"after 30",
+        f"padding of NaN leaves {left:.2e}; state {sizes[0]} bytes after 9 tokens, {sizes[1]} "
+        f"after 18",
         by_hand=max(abs(a - b) for a, b in zip(by_hand, (1.24, 0.32, 1.0))) < 1e-12,
         forms=gap < 1e-11,
         fading=tb.check_close(fast, delta_rule_recurrent(*long)[0])
-        and bool(long[3].grad.isfinite().all()),
+        and bool(log_decay.grad.isfinite().all()),
         formula=max(formula, kept) < 1e-11,
         chunks=chunks < 1e-11,
         padding=left < 1e-11,
@@ -836,9 +1026,11 @@ def check_delta_state(layer: GatedDeltaNet, x: Tensor) -> dict[str, bool]:
     layer(x, kv_cache=other)
     refused = check_refusals(
         (ValueError, lambda: layer(x, mask=mask, kv_cache=other), "mask", "[9, 9]"),
+        (ValueError, lambda: layer(x, mask=mask), "mask", "causal"),
         (ValueError, lambda: layer(x, causal=False, kv_cache=other), "causal", False),
         (TypeError, lambda: layer(x, kv_cache=KVCache()), "kv_cache", "DeltaNetState", "KVCache"),
         (ValueError, lambda: layer(x[:1], kv_cache=other), "kv_cache", "[1, 4, 3, 5]"),
+        (TypeError, lambda: check_delta_layer().float()(x.float(), kv_cache=other), "float64"),
         (ValueError, lambda: layer(x, kv_cache=other, start_pos=3), "start_pos", 9, 3),
         (ValueError, lambda: layer(x, key_padding_mask=padding, kv_cache=other), "[2, 9]", 18),
         (TypeError, lambda: layer(x, key_padding_mask=padding.long()), "key_padding_mask", "int64"),
@@ -855,6 +1047,64 @@ def check_delta_state(layer: GatedDeltaNet, x: Tensor) -> dict[str, bool]:
         "truncate to 0": (cache.next_pos, cache.state, cache.columns) == (0, None, None),
         "goes on from there": tb.check_close(again, layer(x)[0][:, 4:]),
         "refusals": refused and other.next_pos == 9,
+    }
+
+
+def check_delta_packing(layer: GatedDeltaNet, x: Tensor) -> dict[str, bool]:
+    """Padding anywhere and several documents in a row: each part as it is alone."""
+    real = torch.tensor([[1, 1, 1, 0, 0, 1, 0, 1, 1], [1, 1, 0, 1, 1, 1, 1, 0, 0]]).bool()
+    number = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 2, 2, 2]])
+    documents = (number[:, :, None] == number[:, None]) & tb.reference_causal(9)
+    holes = documents[:1].clone()
+    holes[0, 8, 6] = False
+    alone = torch.zeros_like(x)
+    for b, n in itertools.product(range(2), range(3)):
+        own = real[b] & (number[b] == n)
+        alone[b, own] = layer(x[b, own][None])[0][0]
+    given, gaps, after = x.masked_fill(~real[..., None], math.nan), [], []
+    for split in ((9,), (4, 5), (3, 1, 2, 3), (1,) * 9):
+        cache, parts, end = layer.new_cache(), [], 0
+        with torch.no_grad():
+            for part in given.split(split, dim=1):
+                start, end = end, end + part.shape[1]
+                options = {"mask": documents[:, start:end, :end], "kv_cache": cache}
+                parts.append(layer(part, key_padding_mask=real[:, :end], **options)[0])
+        gaps.append(tb.check_gap(torch.cat(parts, dim=1)[real], alone[real]))
+        after.append(torch.cat((cache.state[1].flatten(), cache.columns[1].flatten())))
+    with torch.no_grad():
+        last = layer(x[1:, 6:7])[1]
+    last = torch.cat([part.flatten() for part in last])
+    hidden = real.clone()
+    hidden[0, 0] = False
+    more, mask = torch.ones(2, 10, dtype=torch.bool), F.pad(documents[:, -1:], (0, 1), value=True)
+    more[:, :9] = real
+
+    def step(**options: Tensor) -> Callable:
+        return lambda: layer(x[:, :1], kv_cache=cache, **options)
+
+    copied = layer.new_cache()
+    layer(x, kv_cache=copied)  # with a graph behind it
+    twin = copy.deepcopy(copied)
+    own = twin.state.data_ptr() != copied.state.data_ptr() and twin.next_pos == 9
+    drawn = tb.check_draw(2, 3, 12).requires_grad_()
+    run = partial(layer, kv_cache=layer.new_cache())
+    again = checkpoint(lambda x: run(x)[0], drawn, use_reentrant=False)
+    fixed = check_delta_layer()
+    nn.init.constant_(fixed.A_log, 1000.0)
+    fixed(x)[0].sum().backward()
+    return {
+        "packing": max(gaps) < 1e-11 and all(tb.check_close(state, last) for state in after),
+        "refused packing": check_refusals(
+            (ValueError, lambda: layer(x[:1], mask=holes), "mask", "causal"),
+            (ValueError, lambda: layer(x, key_padding_mask=real[:, :4]), "[2, 4]", 9),
+            (ValueError, step(mask=mask, key_padding_mask=F.pad(hidden, (0, 1))), "padding_mask"),
+            (ValueError, step(mask=tb.reference_causal(10)[9:], key_padding_mask=more), "mask"),
+            (ValueError, step(key_padding_mask=more), "mask", None),
+        ),
+        "goes on packed": step(mask=mask, key_padding_mask=more)()[0].shape == (2, 1, 12),
+        "copied": own and tb.check_close(twin.state, copied.state),
+        "recomputed": tb.check_raises(RuntimeError, again.sum().backward, "backward"),
+        "forgets at once": all(bool(p.grad.isfinite().all()) for p in fixed.parameters()),
     }
 
 
@@ -904,11 +1154,6 @@ def demo_A03(_device: str = "cpu") -> tuple[bool, str]:
     worth = check_index_by_hand(q, weight, keys)
     per_token = sum(part.k.shape[3] + part.v.shape[3] for part in (cache.latent, cache.index))
     idle = "index_q", "index_k", "index_norm", "index_weight"
-    below = [f"attn.{part}" for part in ("q_up", "kv_down", "kv_norm", "kv_up", "o_proj")]
-
-    def scores(x: Tensor) -> Tensor:
-        return layer.index_scores(x, layer.index_keys(x, *rows), *rows)
-
     return tb.check_claims(
         f"index scores by hand: {worth} (expect 1.5, 2.0, 2.0, 0.5); 3 of 9 keys a query vs a loop:"
         f" max|Δ|={gap:.2e}, with padding {left:.2e}; in any chunks vs one pass: max|Δ|="
@@ -924,11 +1169,27 @@ def demo_A03(_device: str = "cpu") -> tuple[bool, str]:
         dense=dense == 0 and tb.check_gap(layer(x, **seen)[0], layer.attn(x, **seen)[0]) > 1e-3,
         rows=one[2] == 3 and per_token == 16,
         gradients=check_gradients(layer, lambda x: layer(x, **seen)[0], x, *idle),
-        index_learns=check_gradients(layer, scores, x, *below),
+        index_learns=check_index_learns(layer, x, rows),
         empty=[layer(x[:B, :T], **at)[0].shape for B, T in ((0, 9), (2, 0))]
         == [(0, 9, 12), (2, 0, 12)],
         **check_indexed_cache(layer, x, cos, sin),
     )
+
+
+def check_index_learns(
+    layer: IndexedSparseAttention, x: Tensor, rows: tuple[Tensor, Tensor]
+) -> bool:
+    """A loss on the index scores has right gradients for the indexer, and none for the rest."""
+    indexer = [layer.index_q, layer.index_k, layer.index_norm, layer.index_weight]
+
+    def scores(x: Tensor) -> Tensor:
+        return layer.index_scores(x, layer.index_keys(x, *rows), *rows)
+
+    given = x.clone().requires_grad_()  # gradcheck moves x itself in place
+    right = check_gradients(nn.ModuleList(indexer), lambda _: scores(given), x)
+    layer.zero_grad()
+    scores(given).sum().backward()
+    return right and given.grad is None and all(p.grad is None for p in layer.attn.parameters())
 
 
 def check_index_by_hand(q: Tensor, weight: tuple[float, float], keys: Tensor) -> list[float]:
@@ -954,6 +1215,7 @@ def check_indexed_cache(
         cache.truncate(4)
         again = layer(x[:, 4:], kv_cache=cache, **at)[0]
         cache.truncate(4)
+        both = cache.latent.next_pos == cache.index.next_pos == 4
         twin = copy.copy(cache)
         layer(x[:, 5:], kv_cache=twin, **at)
         copied = (twin.next_pos, cache.next_pos) == (8, 4)
@@ -963,8 +1225,12 @@ def check_indexed_cache(
             setattr(layer.attn, name, None)
             broken += [tb.check_raises(TypeError, lambda: layer(x[:, 5:6], kv_cache=cache, **at))]
             setattr(layer.attn, name, part)
-            cache.truncate(4)
+            if cache.next_pos != 4:  # where latents were not appended, the next call cleans up
+                cache.truncate(4)
         after = layer(x[:, 4:], kv_cache=cache, **at)[0]
+    drawn, fresh = tb.check_draw(2, 3, 12).requires_grad_(), layer.new_cache()
+    replayed = checkpoint(lambda x: layer(x, kv_cache=fresh, **at)[0], drawn, use_reentrant=False)
+    recomputed = tb.check_raises(RuntimeError, replayed.sum().backward, "backward")
     refused = check_refusals(
         (TypeError, lambda: layer(x, kv_cache=KVCache(), **at), "kv_cache", "IndexedCache"),
         (ValueError, lambda: layer(x, kv_cache=cache, start_pos=3, **at), "start_pos", 9, 3),
@@ -997,6 +1263,7 @@ def check_indexed_cache(
         "truncate": tb.check_close(again, full[:, 4:]),
         "copies": copied,
         "after a failure": all(broken) and tb.check_close(after, full[:, 4:]),
+        "both parts": both and recomputed,
         "refusals": refused and cache.next_pos == cache.index.next_pos == 9,
     }
 
@@ -1133,97 +1400,60 @@ def demo_A05(_device: str = "cpu") -> tuple[bool, str]:
 # =============================================================================================
 
 
-def main_demos() -> dict[str, Callable]:
-    return {name[5:]: f for name, f in globals().items() if name.startswith("demo_A")}
-
-
-def main_definitions(module: types.ModuleType) -> tuple[dict[str, tuple[str, ast.AST]], list]:
-    """Text and syntax tree of a module's definitions and methods by name; and its imports."""
-    file, spec = Path(module.__file__), module.__spec__
-    source = file.read_text("utf-8") if file.is_file() else spec.loader.get_source(spec.name)
-    lines, definitions, imports = source.splitlines(), {}, []
-    for node in ast.parse(source).body:
-        imports += [node] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-            if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
-                name = part.name if part is node else f"{node.name}.{part.name}"
-                start = min([part.lineno, *(d.lineno for d in part.decorator_list)])
-                text = textwrap.dedent("\n".join(lines[start - 1 : part.end_lineno]))
-                definitions[name] = text, part
-    return definitions, imports
-
-
-def main_source(parser: argparse.ArgumentParser, names: list[str]) -> str:
-    """The named definitions with all they need, those of transformer_block.py first."""
-    (below, imports), (own, more) = map(main_definitions, (tb, sys.modules[__name__]))
-    helpers = "demo_", "check_", "reference_", "main"
-    known = {name.lower(): name for name in own if not name.startswith(helpers)}
-    for name in names:
-        if name.lower() not in known:
-            near = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
-            hints = [known[word] for word in near] or [n for n in known.values() if "." not in n]
-            parser.error(f"unknown name {name}; nearest or known: {', '.join(hints)}")
-    asked = [known[name.lower()] for name in names]
-    definitions = below | own
-
-    def used(name: str) -> set[str]:
-        return {part.id for part in ast.walk(definitions[name][1]) if isinstance(part, ast.Name)}
-
-    needed, queue = set(), [name for name in asked if "." not in name]
-    while queue:
-        name = queue.pop()
-        if name not in needed:
-            needed.add(name)
-            queue += used(name) & definitions.keys()
-    words, header = set().union(*map(used, needed)), {}
-    for node in imports + [n for n in more if getattr(n, "module", "") != tb.__name__]:
-        for alias in node.names:
-            if (alias.asname or alias.name.partition(".")[0]) in words:
-                whole = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
-                source = getattr(node, "module", None)
-                line = header.setdefault(f"from {source} import" if source else whole, set())
-                line.update({alias.name} if source else ())
-    lines = [" ".join([start, ", ".join(sorted(names))]).strip() for start, names in header.items()]
-    chosen = [n for n in definitions if n in needed] + [n for n in asked if "." in n]
-    texts = [definitions[name][0] for name in dict.fromkeys(chosen)]
-    return "\n\n\n".join((["\n".join(lines)] if lines else []) + texts) + "\n"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="after_2025.py", description="The operators of 2025 and 2026, small and proved."
-    )
-    parser.add_argument("ids", nargs="*", metavar="ID", help="proofs to run (default: all)")
-    parser.add_argument("--list", action="store_true", help="a line for each proof")
-    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: error: {message}\n")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    options, demos = parser.parse_args(argv), main_demos()
+def main_answer(
+    parser: argparse.ArgumentParser,
+    demos: list[Callable],
+    texts: list[str],
+    closing: str,
+    options: argparse.Namespace,
+) -> int:
+    """Do what the options ask for; the exit status. texts are modules, that of the demos last."""
+    own = tb.main_definitions(texts[-1])[0]
+    demos = {demo.__name__[5:]: demo for demo in demos}
     ids = [name.upper() for name in options.ids]
     for name in ids:
         if name not in demos:
-            parser.error(f"unknown proof {name}; known: {', '.join(demos)}")
+            tb.main_unknown(parser, "proof", name, demos)
     asked = {"--list": options.list, "--show": options.show, "proof ids": ids}
     asked = [name for name, value in asked.items() if value]
     if len(asked) > 1:
         parser.error(f"{' and '.join(asked)} exclude each other: give one of them")
-    try:
-        if options.list:
-            own, _ = main_definitions(sys.modules[__name__])  # under -OO they have no docstrings
-            for name, demo in demos.items():
-                print(f"{name}  {ast.get_docstring(own[demo.__name__][1])}", flush=True)
-            return 0
-        if options.show:
-            print(main_source(parser, options.show), end="", flush=True)
-            return 0
-        closing = "" if ids else "all operators of 2025 and 2026 proved ✓"
-        return tb.main_run({name: demos[name] for name in ids or demos}, "cpu", closing)
-    except BrokenPipeError:  # the reader has gone, as in `… | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    if options.list:
+        for name, demo in demos.items():  # under -OO they have no docstrings
+            print(f"{name}  {ast.get_docstring(own[demo.__name__][1])}")
+        return 0
+    if options.show:
+        known = [name for name in own if not name.lower().startswith(tb.MAIN_TOOLS)]
+        known = {name.lower(): name for name in known}
+        for name in options.show:
+            if name.lower() not in known:
+                tb.main_unknown(parser, "name", name, known.values())
+        print(tb.main_source([known[name.lower()] for name in options.show], *texts), end="")
+        return 0
+    return tb.main_run({name: demos[name] for name in ids or demos}, "cpu", "" if ids else closing)
+
+
+def main_parser(file: str, about: str) -> argparse.ArgumentParser:
+    """What the files of operators take on their command lines."""
+    parser = argparse.ArgumentParser(prog=Path(file).name, description=about)
+    parser.add_argument("ids", nargs="*", metavar="ID", help="proofs to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="a line for each proof")
+    parser.add_argument("--show", nargs="+", metavar="NAME", help="source with all that it needs")
+    return parser
+
+
+def main_text() -> str:
+    """The text of this file."""
+    return tb.main_text(__file__, globals().get("__spec__"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks for; returns the exit status."""
+    demos = [demo_A01, demo_A02, demo_A03, demo_A04, demo_A05]
+    texts = [tb.main_text(tb.__file__, tb.__spec__), main_text()]
+    parser = main_parser(__file__, "The operators of 2025 and 2026, small and proved.")
+    closing = "all operators of 2025 and 2026 proved ✓"
+    return tb.main_program(parser, argv, partial(main_answer, parser, demos, texts, closing))
 
 
 if __name__ == "__main__":

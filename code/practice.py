@@ -13,6 +13,7 @@ In a notebook: %load_ext judge, then %%judge above a cell; or try notes.ipynb.
 
 import argparse
 import contextlib
+import datetime
 import difflib
 import os
 import random
@@ -32,6 +33,7 @@ from judge.round.paper import FAULTS
 from judge.session import WORKER, Trial
 from judge.source import Unreadable, read_source
 from judge.templates import blank
+from judge.today import today
 from judge.verdict import Verdict, wrong
 
 HERE = Path(__file__).resolve().parent
@@ -54,17 +56,19 @@ def run_try(args: argparse.Namespace, progress: Progress, warm: Child | None = N
         return 1
     if is_round(source.text):
         return run_try_round(source.text, Path(args.file), progress, args.hint, args.key)
-    trial = Trial(source, args.names or None)
-    solved, failed = [], 0
+    trial = Trial(source, args.names or None, args.case)
+    solved, failed = [], {}
     for verdict in debugged(source, trial) if args.debug else trial.verdicts(warm):
         print(printable(shown(verdict, args, progress)), flush=True)
-        failed += not verdict.right
-        solved += [verdict.name] * verdict.right
+        if verdict.right:
+            solved.append(verdict.name)
+        else:
+            failed[verdict.name] = verdict.mistake
     for note in trial.notes:
         print(printable(note))
     if trial.printed.strip():
         print(printed_lines(source.filename, trial.printed))
-    progress.remember_solved(solved)
+    progress.remember_tries(failed, solved)
     return 1 if failed or not solved else 0
 
 
@@ -72,7 +76,7 @@ def debugged(source: object, trial: Trial) -> list[Verdict]:
     """The verdicts, judged in this process without limits, so that breakpoint() works."""
     from judge.worker import in_this_process  # noqa: PLC0415, it imports torch
 
-    judge = in_this_process(source, trial.names)
+    judge = in_this_process(source, trial.names, trial.case)
     yield from judge.verdicts()
     trial.notes += judge.notes
 
@@ -143,17 +147,30 @@ def run_watch(args: argparse.Namespace, progress: Progress) -> int:
 # =============================================================================================
 
 
-def listing(solved: dict[str, str]) -> str:
-    """The exercises by level."""
+def listing(progress: Progress) -> str:
+    """The exercises by level, with what is remembered of each."""
+    solved = progress.solved
     lines = []
     for level, title in LEVELS.items():
         lines.append(f"level {level}: {title}")
         for task in TASKS.values():
             if task.level == level:
                 mark = "x" if task.name in solved else " "
-                lines.append(f"  [{mark}] {task.name:18} {task.asks:45} {task.section}")
-    count = f"{len(solved)} of {len(TASKS)} solved."
+                often = "*" if task.often else " "
+                line = f"  [{mark}] {task.name:21} {often} {task.asks:48} {task.section:6}"
+                lines.append(f"{line} {remembered(progress.record(task.name))}".rstrip())
+    count = f"{len(solved)} of {len(TASKS)} solved, * are asked most."
     return "\n".join([*lines, f"{count} `blank NAME` prints a template, `try FILE` judges it."])
+
+
+def remembered(record: dict) -> str:
+    """The last mistake where it is wrong, else the day and the minutes that it took."""
+    if record.get("failed"):
+        return f"last: {record.get('mistake') or 'wrong'}"
+    if not record["right"]:
+        return ""
+    took = f", {max(1, round(record['seconds'] / 60))} min" if "seconds" in record else ""
+    return f"{record['right'][-1]}{took}"
 
 
 def run_fault(args: argparse.Namespace) -> int:
@@ -225,6 +242,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         return add_to.add_parser(name, help=says, description=says, parents=[where])
 
     command("list", "the exercises, and which you have solved (as without a command)")
+    command("today", "two exercises, a bug round and five questions: what is due again first")
     one = command("blank", "print a template: signature and docstring, an empty body; or all")
     one.add_argument("names", nargs="+", type=exercise_or_all, metavar="NAME")
     for name, says in (
@@ -255,7 +273,7 @@ def add_options(one: argparse.ArgumentParser, command: str) -> None:
     add("file", metavar="FILE", help="a Python file or notebook of yours; it is executed")
     add("names", nargs="*", type=exercise, metavar="NAME")
     add("--hint", action="store_true",
-        help="keep the mistake's name back: first the case, then the place, then the name")  # fmt: skip
+        help="keep the name back: first the case, then the place, then the name")  # fmt: skip
     add("--case", action="store_true", help="print the failing case as Python for a REPL")
     add("--key", type=Path, metavar="FILE", help="of a sealed paper (key.json beside it)")
     one.set_defaults(debug=False)
@@ -268,9 +286,13 @@ def run(argv: list[str] | None) -> int:
     args = arguments(argv)
     progress = Progress(args.progress or progress_file())
     if args.command in (None, "list"):
-        print(listing(progress.solved))
+        print(listing(progress))
     elif args.command == "blank":
-        print(blank(list(TASKS) if EVERYTHING in args.names else args.names), end="")
+        names = list(TASKS) if EVERYTHING in args.names else args.names
+        progress.remember_blank(names)
+        print(blank(names), end="")
+    elif args.command == "today":
+        print(today(progress, datetime.date.today()))
     elif args.command == "answer":
         print(answer_source(args.names[0]), end="")
     elif args.command == "read":

@@ -2,7 +2,6 @@
 
     python3 code/recipes.py                  layers, width, parameters, active, cache of a token
     python3 code/recipes.py "Mixtral 8x7B"   how it is composed, what each part holds and costs
-    python3 code/recipes.py --markdown       the recipe tables of the notes (§8.1)
 
 RECIPES["Mixtral 8x7B"].build() is the model at its real size; under torch.device("meta") it takes
 no memory. These are the functions, not the files: released weights load after a conversion. Gemma
@@ -13,45 +12,88 @@ the rotated channels are permuted to halves.
 import argparse
 import collections
 import dataclasses
-import difflib
-import math
-import os
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 import transformer_block as tb  # isort: skip (first: without torch it says how to install it)
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from recipe_parts import (
+    LearnedPositionLM,
+    OwnTables,
+    ScaledLayerNorm,
+    Sizes,
+    all_alike,
+    attention,
+    compressed_attention,
+    deepseek_v4,
+    deepseek_v4_experts,
+    dense,
+    gemma,
+    gemma1,
+    gemma2_attention,
+    gemma3_attention,
+    gpt2,
+    gpt_oss_attention,
+    gpt_oss_experts,
+    hy4,
+    indexed_attention,
+    latent_attention,
+    linear_tables,
+    llama3_tables,
+    llama4_attention,
+    llama4_experts,
+    mimo_attention,
+    olmo3_attention,
+    output_norm,
+    parallel,
+    parallel_gated,
+    qwen3_next_experts,
+    qwen3_next_mixer,
+    scheduled,
+    serial,
+    sigmoid_experts,
+    softmax_experts,
+    some_experts,
+    stretched,
+    tanh_gelu,
+    unrotated_every_4th,
+    whole_norm_attention,
+    windowed,
+    yarn_gain,
+    yarn_tables,
+)
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-Tables = tuple[Tensor, Tensor]
-tanh_gelu = partial(F.gelu, approximate="tanh")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of a checkpoint. d_ff is that of its dense layers; max_len the rows of the tables."""
-
-    n_layers: int
-    d_model: int
-    n_q_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_ff: int
-    vocab_size: int
-    eps: float = 1e-5
-    base: float = 10000.0
-    tied: bool = False
-    max_len: int = 4096
+from after_2025 import (
+    GatedDeltaNet,
+    HyperConnectedBlock,
+    IndexedSparseAttention,
+    OutputGatedAttention,
+)
+from after_2026 import (
+    CompressedAttention,
+    GatedLatentAttention,
+    GatedSharedExpert,
+    HashMixtureFFN,
+    IndependentConnection,
+    LimitedGatedFFN,
+    NarrowValueAttention,
+    SharedIndexAttention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A row: compose(sizes, **parts) is the model; stated are cells that no composition shows.
 
-    published are the total and active parameters that source prints, both with all tables.
+    published are the total and active parameters that source prints, both with all tables. kinds
+    gives layers that are composed alike one value. second_hand names the columns that only copies
+    of a configuration bear out.
     """
 
     compose: Callable[..., nn.Module]
@@ -60,351 +102,16 @@ class Recipe:
     published: tuple[float, float | None]
     source: str
     stated: dict[str, str] = dataclasses.field(default_factory=dict)
+    kinds: Callable[[int], object] = all_alike
+    second_hand: frozenset[str] = frozenset()
 
     def build(self) -> nn.Module:
+        """The model at its real size, on the default device."""
         return self.compose(self.sizes, **self.parts)
 
-
-# =============================================================================================
-# Parts that the script does not have
-# =============================================================================================
-
-
-class LearnedPositionLM(nn.Module):
-    """The shell of GPT-2: a learned vector for each position is added to the embedding."""
-
-    def __init__(self, s: Sizes, make_block: Callable[[int], nn.Module]):
-        super().__init__()
-        self.embedding = nn.Embedding(s.vocab_size, s.d_model)
-        self.positions = nn.Embedding(s.max_len, s.d_model)
-        self.blocks = nn.ModuleList(make_block(layer) for layer in range(s.n_layers))
-        self.windows = [None] * s.n_layers
-        self.final_norm = nn.LayerNorm(s.d_model, s.eps)
-        self.lm_head = None  # tied
-
-    def forward(self, ids: Tensor, *, kv_caches: list[tb.KVCache] | None = None,
-                key_padding_mask: Tensor | None = None) -> Tensor:  # fmt: skip
-        start = 0 if kv_caches is None else kv_caches[0].next_pos
-        at = torch.arange(start, start + ids.shape[1], device=ids.device)
-        x = self.embedding(ids) + self.positions(at)
-        for layer, block in enumerate(self.blocks):
-            own = None if kv_caches is None else kv_caches[layer]
-            x = block(x, key_padding_mask=key_padding_mask, kv_cache=own)
-        return F.linear(self.final_norm(x), self.embedding.weight)
-
-
-class ScaledLayerNorm(nn.LayerNorm):
-    """A final LayerNorm without bias times a constant, which so multiplies the logits."""
-
-    def __init__(self, d_model: int, eps: float, factor: float):
-        super().__init__(d_model, eps, bias=False)
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * super().forward(x)
-
-
-def key_positions(k: Tensor, keep: Tensor | None) -> Tensor:
-    """Positions [S], or [B, 1, S] where rows differ, counted from the end of left padding: the
-    first key that any query may attend to is at 0."""
-    at = torch.arange(k.shape[2], device=k.device)
-    if keep is None:
-        return at
-    padding = keep.any(dim=-2).cumsum(dim=-1) == 0
-    return at - padding.sum(dim=-1, keepdim=True)
-
-
-def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
-                     chunk: int, **options) -> Tensor:  # fmt: skip
-    """attend to keys of the query's own chunk only (Llama-4): blocks, not a sliding window."""
-    number = key_positions(k, keep).div(chunk, rounding_mode="floor")
-    same = number[..., k.shape[2] - q.shape[2] :, None] == number[..., None, :]  # (…, T, S)
-    return tb.attend(q, k, v, same if keep is None else keep & same, **options)
-
-
-def attend_tempered(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, *,
-                    floor_scale: int, rate: float = 0.1, **options) -> Tensor:  # fmt: skip
-    """attend with queries that grow as 1 + rate * ln(1 + floor((position + 1) / floor_scale)):
-    Llama-4's layers without positions, whose softmax would flatten over long contexts."""
-    at = key_positions(k, keep)[..., k.shape[2] - q.shape[2] :, None]  # (…, T, 1)
-    steps = (at + 1).clamp(min=0).div(floor_scale, rounding_mode="floor")
-    return tb.attend(q * (1 + rate * steps.double().log1p()).to(q.dtype), k, v, keep, **options)
-
-
-def own_tables(attn: nn.Module, cos: Tensor, sin: Tensor) -> nn.Module:
-    """The attention, turning by tables of its own instead of the shell's."""
-
-    def replaced(_attn: nn.Module, args: tuple, options: dict) -> tuple[tuple, dict]:
-        return args, options | {"cos": cos, "sin": sin}
-
-    attn.register_forward_pre_hook(replaced, with_kwargs=True)
-    return attn
-
-
-def rope_tables(frequencies: Tensor, max_len: int, gain: float = 1.0) -> Tables:
-    """(cos, sin), [max_len, r] float32, of r/2 frequencies in radians a position."""
-    angles = torch.outer(torch.arange(max_len, device="cpu"), frequencies).repeat(1, 2)
-    return (gain * angles.cos()).float(), (gain * angles.sin()).float()
-
-
-def rope_frequencies(width: int, base: float) -> Tensor:
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
-    return base**-exponents
-
-
-def linear_tables(max_len: int, width: int, base: float, *, factor: float = 1.0) -> Tables:
-    """Positions divided by factor (position interpolation)."""
-    return rope_tables(rope_frequencies(width, base) / factor, max_len)
-
-
-def llama3_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 8192,
-                  low: float = 1.0, high: float = 4.0) -> Tables:  # fmt: skip
-    """Llama-3.1: channels that turn less than low times in old_len are slowed by factor, those
-    that turn more than high times are not, between them linearly in the number of turns."""
-    frequencies = rope_frequencies(width, base)
-    kept = ((old_len * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    return rope_tables(frequencies * (kept + (1 - kept) / factor), max_len)
-
-
-def yarn_tables(max_len: int, width: int, base: float, *, factor: float, old_len: int = 4096,
-                fast: float = 32.0, slow: float = 1.0, rounded: bool = True,
-                gain: float = 1.0) -> Tables:  # fmt: skip
-    """YaRN (arXiv:2309.00071 §3) as released: linear in the pair's index between those that turn
-    fast and slow times in old_len, their indices rounded outwards or not; tables times gain."""
-
-    def index(turns: float) -> float:
-        return width * math.log(old_len / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = index(fast), index(slow)
-    if rounded:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
-    slowed = ((pairs - low) / (high - low)).clamp(0, 1)
-    return rope_tables(
-        rope_frequencies(width, base) * (1 - slowed + slowed / factor), max_len, gain
-    )
-
-
-def yarn_gain(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1
-
-
-# =============================================================================================
-# Attentions and FFNs of a layer: part(sizes, layer)
-# =============================================================================================
-
-
-def attention(s: Sizes, _layer: int, **options) -> tb.MultiHeadAttention:
-    options = {"head_dim": s.head_dim, "rope": True, "norm_eps": s.eps} | options
-    return tb.MultiHeadAttention(s.d_model, s.n_q_heads, s.n_kv_heads, **options)
-
-
-def stretched(s: Sizes, layer: int, *, tables: Callable, attn: Callable = attention) -> nn.Module:
-    """An attention whose tables are made for a longer context."""
-    return own_tables(attn(s, layer), *tables(s.max_len, s.head_dim, s.base))
-
-
-def gemma3_attention(s: Sizes, layer: int, *, scale: float, full_every: int, full_base: float,
-                     factor: float = 1.0) -> nn.Module:  # fmt: skip
-    """Full layers turn by a larger base, and with the positions divided by factor."""
-    attn = attention(s, layer, qk_norm=True, scale=scale)
-    if (layer + 1) % full_every:
-        return attn
-    return own_tables(attn, *linear_tables(s.max_len, s.head_dim, full_base, factor=factor))
-
-
-def olmo2_attention(s: Sizes, layer: int) -> nn.Module:
-    """q and k are normed over all heads together, before they are split."""
-    attn = attention(s, layer)
-    for name, heads in (("q_proj", s.n_q_heads), ("k_proj", s.n_kv_heads)):
-        norm = tb.RMSNorm(heads * s.head_dim, s.eps)
-        setattr(attn, name, nn.Sequential(getattr(attn, name), norm))
-    return attn
-
-
-def llama4_attention(s: Sizes, layer: int, *, normed: bool, tables: Callable, chunk: int = 8192,
-                     floor_scale: int = 8192) -> nn.Module:  # fmt: skip
-    """Three layers rotate and see their chunk, the fourth has no positions and sees everything.
-
-    Scout norms q and k without a weight, after the rotation; a rotation keeps the length, so that
-    norming before it is the same function.
-    """
-    if (layer + 1) % 4 == 0:
-        tempered = partial(attend_tempered, floor_scale=floor_scale)
-        return attention(s, layer, rope=False, attend=tempered)
-    attn = attention(s, layer, attend=partial(attend_in_chunks, chunk=chunk))
-    if normed:
-        for name in ("q_norm", "k_norm"):
-            setattr(attn, name, nn.RMSNorm(s.head_dim, s.eps, elementwise_affine=False))
-    return own_tables(attn, *tables(s.max_len, s.head_dim, s.base))
-
-
-def gpt_oss_attention(s: Sizes, layer: int, *, tables: Callable) -> nn.Module:
-    attn = attention(s, layer, bias=True, attend=tb.SinkAttention(s.n_q_heads))
-    return own_tables(attn, *tables(s.max_len, s.head_dim, s.base))
-
-
-def latent_attention(s: Sizes, _layer: int, *, kv_rank: int, q_rank: int | None, nope_dim: int,
-                     rope_dim: int, v_dim: int, tables: Callable,
-                     score_gain: float = 1.0) -> nn.Module:  # fmt: skip
-    """Scores are multiplied by score_gain, which a stretch by YaRN asks for."""
-    attn = tb.MultiHeadLatentAttention(
-        s.d_model, s.n_q_heads, kv_rank=kv_rank, rope_dim=rope_dim, nope_dim=nope_dim,
-        v_dim=v_dim, q_rank=q_rank,
-    )  # fmt: skip
-    attn.scale *= score_gain
-    return own_tables(attn, *tables(s.max_len, rope_dim, s.base))
-
-
-def swiglu(s: Sizes, _layer: int) -> nn.Module:
-    return tb.GatedFFN(s.d_model, s.d_ff)
-
-
-def geglu(s: Sizes, _layer: int) -> nn.Module:
-    return tb.GatedFFN(s.d_model, s.d_ff, tanh_gelu)
-
-
-def some_experts(s: Sizes, layer: int, *, sparse: Callable[[int], bool],
-                 experts: Callable) -> nn.Module:  # fmt: skip
-    """Experts in the layers that are sparse, a dense SwiGLU in the others."""
-    return (experts if sparse(layer) else swiglu)(s, layer)
-
-
-def softmax_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
-                    n_shared: int = 0, **routing) -> nn.Module:  # fmt: skip
-    """Mixtral, Qwen3, DeepSeek-V2; n_shared experts are one FFN of n_shared times the width."""
-    shared = tb.GatedFFN(s.d_model, n_shared * width) if n_shared else None
-    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
-    router = tb.SoftmaxRouter(s.d_model, n_experts, top_k, **routing)
-    return tb.MixtureFFN(router, experts, shared)
-
-
-def sigmoid_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int, width: int,
-                    **routing) -> nn.Module:  # fmt: skip
-    """DeepSeek-V3."""
-    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
-    router = tb.SigmoidRouter(s.d_model, n_experts, top_k, **routing)
-    return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width))
-
-
-def llama4_experts(s: Sizes, _layer: int, *, n_experts: int, width: int) -> nn.Module:
-    experts = (tb.GatedFFN(s.d_model, width) for _ in range(n_experts))
-    options = {"renormalise": False, "selection_bias": False}
-    router = tb.SigmoidRouter(s.d_model, n_experts, 1, **options)
-    return tb.MixtureFFN(router, experts, tb.GatedFFN(s.d_model, width), weigh_input=True)
-
-
-def gpt_oss_experts(s: Sizes, _layer: int, *, n_experts: int, top_k: int,
-                    limit: float = 7.0) -> nn.Module:  # fmt: skip
-    experts = (tb.ClampedGatedFFN(s.d_model, s.d_ff, limit=limit) for _ in range(n_experts))
-    return tb.MixtureFFN(tb.SoftmaxRouter(s.d_model, n_experts, top_k, bias=True), experts)
-
-
-# =============================================================================================
-# Models: compose(sizes, **parts)
-# =============================================================================================
-
-
-def stack(s: Sizes, make_block: Callable[[int], nn.Module], **options) -> tb.DecoderOnlyLM:
-    options = {"tie_embeddings": s.tied, "max_len": s.max_len, "rope_base": s.base} | options
-    heads = s.n_q_heads, s.n_kv_heads, s.d_ff
-    options |= {"make_block": make_block, "eps": s.eps}
-    return tb.DecoderOnlyLM(s.vocab_size, s.d_model, s.n_layers, *heads, **options)
-
-
-def with_parts(module: nn.Module, **parts: nn.Module) -> nn.Module:
-    """The module with these submodules in place of its own."""
-    for name, part in parts.items():
-        setattr(module, name, part)
-    return module
-
-
-def serial(s: Sizes, *, attn: Callable = attention, ffn: Callable = swiglu,
-           **shell) -> nn.Module:  # fmt: skip
-    """Pre-norm: Llama and most after it."""
-    return stack(
-        s,
-        lambda layer: tb.ModernDecoderBlock(
-            s.d_model, attn=attn(s, layer), ffn=ffn(s, layer), eps=s.eps
-        ),
-        **shell,
-    )
-
-
-def local_global(s: Sizes, window: int, full_every: int) -> list[int | None]:
-    """Every full_every-th layer sees everything, the others a window."""
-    return [window if (layer + 1) % full_every else None for layer in range(s.n_layers)]
-
-
-def gpt2(s: Sizes) -> nn.Module:
-    return LearnedPositionLM(
-        s,
-        lambda _: tb.GPT2StyleDecoderLayer(
-            s.d_model, s.n_q_heads, s.d_ff, act=tanh_gelu, eps=s.eps
-        ),
-    )
-
-
-def parallel(s: Sizes, *, attn: Callable, ffn: Callable, shared_norm: bool, rope_dim: int,
-             head_bias: bool = False) -> nn.Module:  # fmt: skip
-    """Both branches read the stream: GPT-J, GPT-NeoX, Phi-2, Falcon."""
-    model = stack(
-        s,
-        lambda layer: tb.ParallelDecoderBlock(
-            s.d_model, attn=attn(s, layer), ffn=ffn(s, layer), shared_norm=shared_norm, eps=s.eps
-        ),
-        rope_dim=rope_dim,
-    )
-    model = with_parts(model, final_norm=nn.LayerNorm(s.d_model, s.eps))
-    return with_parts(model, lm_head=nn.Linear(s.d_model, s.vocab_size)) if head_bias else model
-
-
-def dense(s: Sizes, _layer: int, *, act: Callable, bias: bool) -> nn.Module:
-    return tb.DenseFFN(s.d_model, s.d_ff, act, bias)
-
-
-def parallel_gated(s: Sizes, *, logit_scale: float) -> nn.Module:
-    """Parallel with SwiGLU and LayerNorms without bias: PaLM, Command-R."""
-
-    def block(layer: int) -> nn.Module:
-        made = tb.ParallelDecoderBlock(s.d_model, attn=attention(s, layer), ffn=swiglu(s, layer))
-        return with_parts(made, norm=nn.LayerNorm(s.d_model, s.eps, bias=False))
-
-    return with_parts(stack(s, block), final_norm=ScaledLayerNorm(s.d_model, s.eps, logit_scale))
-
-
-def gemma1(s: Sizes) -> nn.Module:
-    return serial(s, ffn=geglu, embedding_scale=math.sqrt(s.d_model))
-
-
-def gemma(s: Sizes, *, attn: Callable, window: int, full_every: int,
-          logit_softcap: float | None = None) -> nn.Module:  # fmt: skip
-    """Gemma-2 and Gemma-3: a norm on each side of a branch, local layers first."""
-
-    def block(layer: int) -> nn.Module:
-        parts = {"attn": attn(s, layer), "ffn": geglu(s, layer)}
-        return tb.BranchNormDecoderBlock(s.d_model, **parts, eps=s.eps)
-
-    windows = local_global(s, window, full_every)
-    shell = {"windows": windows, "logit_softcap": logit_softcap}
-    return stack(s, block, embedding_scale=math.sqrt(s.d_model), **shell)
-
-
-def olmo2(s: Sizes) -> nn.Module:
-    """Branches are normed on their way out only."""
-
-    def block(layer: int) -> nn.Module:
-        parts = {"attn": olmo2_attention(s, layer), "ffn": swiglu(s, layer)}
-        made = tb.BranchNormDecoderBlock(s.d_model, **parts, eps=s.eps)
-        return with_parts(made, attn_pre_norm=nn.Identity(), ffn_pre_norm=nn.Identity())
-
-    return stack(s, block)
-
-
-def windowed(s: Sizes, *, window: int, full_every: int, **parts) -> nn.Module:
-    """serial with a window: in every layer where full_every is above their number."""
-    return serial(s, windows=local_global(s, window, full_every), **parts)
+    def outline(self) -> nn.Module:
+        """The same with one block for all layers of a kind."""
+        return self.compose(dataclasses.replace(self.sizes, shared=self.kinds), **self.parts)
 
 
 # =============================================================================================
@@ -416,15 +123,15 @@ ADJACENT = {"Pairs": "adjacent"}
 PORTED = {"Pairs": "adjacent*"}
 UNSCALED = linear_tables
 GPT3 = {
-    **{
-        "Norm": "as GPT-2",
-        "eps": "n/s",
-        "Biases": "n/s",
-        "Position": "as GPT-2",
-        "FFN": "as GPT-2",
-    },
-    **{"Window": "banded sparse, alternating", "Extras": "none stated"},
-    **{"Vocabulary": "n/s", "Tied": "n/s"},
+    "Norm": "as GPT-2",
+    "eps": "n/s",
+    "Biases": "n/s",
+    "Position": "as GPT-2",
+    "FFN": "as GPT-2",
+    "Window": "banded sparse, alternating",
+    "Extras": "none stated",
+    "Vocabulary": "n/s",
+    "Tied": "n/s",
 }
 PALM = {"Topology": "parallel", "eps": "n/s", "Position": "RoPE", "Pairs": "n/s", "Theta": "n/s"}
 PALM |= {"Extras": "logits scaled", "Vocabulary": "256k"}
@@ -450,10 +157,6 @@ OSS_WINDOWS = {"window": 128, "full_every": 2, "attn": partial(gpt_oss_attention
 BIASED = partial(attention, bias=True)
 BIASED_GELU = partial(dense, act=tanh_gelu, bias=True)
 PLAIN_GELU = partial(dense, act=F.gelu, bias=False)
-
-
-def gemma2_attention(scale: float) -> Callable:
-    return partial(attention, scale=scale, logit_softcap=50.0)
 
 
 RECIPES = {
@@ -564,6 +267,7 @@ RECIPES = {
         (109e9, 17e9),
         "meta-llama/llama-models model card; 109B counts the vision part",
         ADJACENT,
+        kinds=lambda layer: layer % 4 == 3,
     ),
     "Llama-4 Maverick": Recipe(
         serial,
@@ -579,6 +283,7 @@ RECIPES = {
         (400e9, 17e9),
         "meta-llama/llama-models model card",
         ADJACENT,
+        kinds=lambda layer: layer % 4,
     ),
     "Mistral 7B v0.1": Recipe(
         windowed,
@@ -639,7 +344,7 @@ RECIPES = {
     "Gemma-2 9B": Recipe(
         gemma,
         Sizes(42, 3584, 16, 8, 256, 14336, **GEMMA),
-        {"attn": gemma2_attention(256**-0.5), "window": 4096, "full_every": 2}
+        {"attn": partial(gemma2_attention, scale=256**-0.5), "window": 4096, "full_every": 2}
         | {"logit_softcap": 30.0},
         (9.24e9, None),
         "arXiv:2408.00118 Table 2",
@@ -648,7 +353,7 @@ RECIPES = {
     "Gemma-2 27B": Recipe(
         gemma,
         Sizes(46, 4608, 32, 16, 128, 36864, **GEMMA),
-        {"attn": gemma2_attention(144**-0.5), "window": 4096, "full_every": 2}
+        {"attn": partial(gemma2_attention, scale=144**-0.5), "window": 4096, "full_every": 2}
         | {"logit_softcap": 30.0},
         (27.2e9, None),
         "arXiv:2408.00118 Table 2",
@@ -664,6 +369,7 @@ RECIPES = {
         (1.0e9, None),
         "arXiv:2503.19786 Table 1",
         PLUS_ONE | {"Theta": "1,000,000; local 10,000"},
+        kinds=lambda layer: layer % 6 == 5,
     ),
     "Gemma-3 27B": Recipe(
         gemma,
@@ -677,6 +383,7 @@ RECIPES = {
         (27.0e9, None),
         "arXiv:2503.19786 Table 1",
         PLUS_ONE | {"Theta": "1,000,000; local 10,000"},
+        kinds=lambda layer: layer % 6 == 5,
     ),
     "DeepSeek-V2": Recipe(
         serial,
@@ -690,6 +397,7 @@ RECIPES = {
         (236e9, 21e9),
         "arXiv:2405.04434",
         ADJACENT,
+        kinds=lambda layer: layer >= 1,
     ),
     "DeepSeek-V3": Recipe(
         serial,
@@ -703,9 +411,10 @@ RECIPES = {
         (671e9, 37e9),
         "arXiv:2412.19437",
         ADJACENT,
+        kinds=lambda layer: layer >= 3,
     ),
     "OLMo-2 7B": Recipe(
-        olmo2,
+        output_norm,
         Sizes(32, 4096, 32, 32, 128, 11008, 100352, 1e-6, 500000.0),
         {},
         (7.3e9, None),
@@ -760,6 +469,209 @@ RECIPES = {
 }
 
 # =============================================================================================
+# The rows of 2025 and 2026
+# =============================================================================================
+
+
+def every_4th(layer: int) -> bool:
+    return layer % 4 == 3
+
+
+def mimo_flash_full(layer: int) -> bool:
+    return layer == 0 or layer % 6 == 5
+
+
+def mimo_pro_full(layer: int) -> bool:
+    return layer in (0, 7, 15, 23, 31, 39, 47, 55, 62, 69)
+
+
+def v4_flash_rate(layer: int) -> int:
+    """Tokens an entry of the layer pools: 0, 0, then 4 (CSA) and 128 (HCA) in turn."""
+    return 0 if layer < 2 else 128 if layer % 2 else 4
+
+
+WHOLE_ROW = frozenset(
+    {"Kinds of layers", "Heads", "head_dim", "Theta", "Block", "eps", "Extras", "Experts", "FFN"}
+    | {"d_ff", "d_model", "Vocabulary"}
+)
+K2_EXPERTS = partial(sigmoid_experts, n_experts=384, top_k=8, width=2048, scale=2.827)
+GLM_LATENT = {"kv_rank": 512, "q_rank": 2048, "nope_dim": 192, "rope_dim": 64, "v_dim": 256}
+MIMO_EXPERTS = partial(sigmoid_experts, top_k=8, width=2048, n_shared=0)
+
+
+def behind(n_dense: int, experts: Callable) -> Callable:
+    """Experts in all layers but the first n_dense."""
+    return partial(some_experts, sparse=partial(operator.le, n_dense), experts=experts)
+
+
+RECIPES_2026 = {
+    "Kimi K2": Recipe(
+        serial,
+        Sizes(61, 7168, 64, 64, 192, 18432, 163840, 1e-6, 50000.0),
+        {
+            "attn": partial(
+                latent_attention,
+                **MLA
+                | {"tables": partial(yarn_tables, factor=32, fast=1.0)}
+                | {"score_gain": yarn_gain(32) ** 2},
+            ),
+            "ffn": behind(1, K2_EXPERTS),
+        },
+        (1e12, 32e9),
+        "MoonshotAI/Kimi-K2 README; 32B leaves the input table out",
+        ADJACENT,
+        second_hand=frozenset({"head_dim", "Theta", "eps", "Extras", "d_ff"}),
+        kinds=partial(operator.le, 1),
+    ),
+    "SmolLM3 3B": Recipe(
+        serial,
+        Sizes(36, 2048, 16, 4, 128, 11008, 128256, 1e-6, 5e6, tied=True),
+        {"attn": unrotated_every_4th},
+        (3.075e9, None),
+        "huggingface/smollm text/pretraining/smollm3; count of the hub (copy)",
+        kinds=every_4th,
+    ),
+    "OLMo-3 7B": Recipe(
+        output_norm,
+        Sizes(32, 4096, 32, 32, 128, 11008, 100278, 1e-6, 500000.0),
+        {
+            "attn": partial(
+                olmo3_attention,
+                tables=partial(yarn_tables, factor=8, old_len=8192, gain=yarn_gain(8)),
+            ),
+            "windows": [4096, 4096, 4096, None] * 8,
+        },
+        (7.298e9, None),
+        "allenai/OLMo-core src/olmo_core/nn/transformer/config.py; count of the hub (copy)",
+        kinds=every_4th,
+    ),
+    "MiniMax-M2": Recipe(
+        serial,
+        Sizes(62, 3072, 48, 8, 128, 1536, 200064, 1e-6, 5e6),
+        {
+            "attn": whole_norm_attention,
+            "ffn": partial(sigmoid_experts, n_experts=256, top_k=8, width=1536, n_shared=0),
+            "rope_dim": 64,
+        },
+        (230e9, 10e9),
+        "MiniMax-AI/MiniMax-M2 README",
+        second_hand=WHOLE_ROW,
+    ),
+    "Qwen3-Next 80B-A3B": Recipe(
+        serial,
+        Sizes(48, 2048, 16, 2, 256, 512, 151936, 1e-6, 1e7),
+        {
+            "attn": partial(qwen3_next_mixer, n_k_heads=16, n_v_heads=32, width=128),
+            "ffn": partial(qwen3_next_experts, n_experts=512, top_k=10, width=512),
+            "rope_dim": 64,
+        },
+        (80e9, 3e9),
+        "model card (copies); 3B leaves both tables out",
+        PLUS_ONE,
+        second_hand=WHOLE_ROW,
+        kinds=every_4th,
+    ),
+    "DeepSeek-V3.2": Recipe(
+        serial,
+        Sizes(61, 7168, 128, 128, 192, 18432, 129280, 1e-6),
+        {
+            "attn": partial(
+                indexed_attention, n_index_heads=64, index_dim=128, top_k=2048, **MLA
+            ),
+            "ffn": behind(3, DEEPSEEK_V3_EXPERTS),
+        },
+        (671e9, 37e9),
+        "deepseek-ai/DeepSeek-V3.2-Exp inference/config_671B_v3.2.json; counts of V3, which has no "
+        "indexer",
+        ADJACENT,
+        kinds=partial(operator.le, 3),
+    ),
+    "MiMo-V2-Flash": Recipe(
+        scheduled,
+        Sizes(48, 4096, 64, 4, 192, 16384, 152576, 1e-5, 5e6),
+        {
+            "attn": partial(
+                mimo_attention, full=mimo_flash_full, v_dim=128, value_scale=0.707, local_heads=8,
+                rope_dim=64, local_base=1e4,
+            ),
+            "ffn": behind(1, partial(MIMO_EXPERTS, n_experts=256)),
+            **{"window": 129, "full": mimo_flash_full, "rope_dim": 64},
+        },
+        (309e9, 15e9),
+        "XiaomiMiMo/MiMo-V2-Flash README and paper, Table 1",
+        second_hand=frozenset({"d_ff", "eps"}),
+        kinds=lambda layer: (mimo_flash_full(layer), layer == 0),
+    ),
+    "GLM-5": Recipe(
+        serial,
+        Sizes(78, 6144, 64, 64, 256, 12288, 154880, 1e-5, 1e6),
+        {
+            "attn": partial(
+                indexed_attention, n_index_heads=32, index_dim=128, top_k=2048, tables=UNSCALED,
+                **GLM_LATENT,
+            ),
+            "ffn": behind(
+                3, partial(sigmoid_experts, n_experts=256, top_k=8, width=2048, scale=2.5)
+            ),
+        },
+        (744e9, 40e9),
+        "zai-org/GLM-5 README; 40B leaves both tables out",
+        ADJACENT,
+        second_hand=WHOLE_ROW - {"Kinds of layers"},
+        kinds=partial(operator.le, 3),
+    ),
+    "MiMo-V2.6-Pro": Recipe(  # its class doubles the KV heads of window layers: not this checkpoint
+        scheduled,
+        Sizes(70, 6144, 128, 8, 192, 16384, 152576, 1e-5, 1e7),
+        {
+            "attn": partial(
+                mimo_attention, full=mimo_pro_full, v_dim=128, value_scale=0.612, local_heads=8,
+                rope_dim=64, local_base=1e4,
+            ),
+            "ffn": behind(1, partial(MIMO_EXPERTS, n_experts=384)),
+            **{"window": 129, "full": mimo_pro_full, "rope_dim": 64},
+        },
+        (1.02e12, 42e9),
+        "copies of the configuration; 42B counts both tables",
+        second_hand=WHOLE_ROW,
+        kinds=lambda layer: (mimo_pro_full(layer), layer == 0),
+    ),
+    "DeepSeek-V4-Flash": Recipe(
+        deepseek_v4,
+        Sizes(43, 4096, 64, 1, 512, 2048, 129280, 1e-6, 1.6e5),
+        {
+            "attn": partial(
+                compressed_attention, rope_dim=64, q_rank=1024, window=128, n_groups=8,
+                group_rank=1024, rates=v4_flash_rate, local_base=1e4,
+                index={"n_heads": 64, "width": 128, "top_k": 512},
+                tables=partial(yarn_tables, factor=16, old_len=65536),
+            ),
+            "ffn": partial(deepseek_v4_experts, n_experts=256, top_k=6, scale=1.5, n_hashed=3),
+            "rope_dim": 64,
+        },
+        (284e9, 13e9),
+        "arXiv:2606.19348 §4.2.1 (copy); 13B leaves the input table out",
+        ADJACENT,
+        second_hand=frozenset({"Theta", "eps", "FFN", "Vocabulary"}),
+        kinds=lambda layer: (layer < 3, v4_flash_rate(layer)),
+    ),
+    "Hy4-preview": Recipe(
+        hy4,
+        Sizes(78, 6144, 64, 64, 256, 18432, 120832, 1e-5, 1e7),
+        {
+            "index": {"n_index_heads": 32, "index_dim": 128, "top_k": 2048},
+            "latent": GLM_LATENT,
+            **{"n_experts": 256, "top_k": 8, "width": 2048, "scale": 2.827},
+        },
+        (770e9, 49e9),
+        "Tencent-Hunyuan/Hy4-preview README; 49B counts both tables, MTP is in neither",
+        second_hand=frozenset({"head_dim", "Theta", "eps", "FFN"}),
+        kinds=lambda group: (group == 0, group == 20),
+    ),
+}  # fmt: skip
+ROWS = RECIPES | RECIPES_2026
+
+# =============================================================================================
 # What a composed model shows
 # =============================================================================================
 
@@ -778,26 +690,120 @@ class Unfilled(TorchFunctionMode):
 def built(name: str) -> nn.Module:
     """The model at its real size on the meta device: shapes without memory."""
     with torch.device("meta"), Unfilled():
-        return RECIPES[name].build()
+        return ROWS[name].build()
+
+
+@cache
+def outlined(name: str) -> nn.Module:
+    """The same with one block for all layers of a kind, which takes a fraction of the time."""
+    with torch.device("meta"), Unfilled():
+        return ROWS[name].outline()
 
 
 def count(*modules: nn.Module | None) -> int:
+    """Parameters of these modules; one that is given twice counts twice."""
     return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers one by one, those of a group too."""
+    return [layer for block in model.blocks for layer in getattr(block, "layers", [block])]
+
+
+def all_parameters(model: nn.Module) -> int:
+    """Of the shell once, and of the blocks layer by layer: an outline counts as the whole."""
+    layers = collections.Counter(layers_of(model))
+    more = sum((n - 1) * count(layer) for layer, n in layers.items())
+    return count(model) + more
 
 
 def idle_parameters(model: nn.Module) -> int:
     """Parameters of the experts that a token does not use."""
-    mixtures = [part for part in model.modules() if isinstance(part, tb.MixtureFFN)]
-    return sum(
-        count(m.experts) * (len(m.experts) - m.router.top_k) // len(m.experts) for m in mixtures
-    )
+    idle = 0
+    for ffn, layers in collections.Counter(layer.ffn for layer in layers_of(model)).items():
+        if isinstance(ffn, tb.MixtureFFN):
+            share = count(ffn.experts) // len(ffn.experts)
+            idle += layers * share * (len(ffn.experts) - ffn.router.top_k)
+    return idle
 
 
 def cache_elements(attn: nn.Module) -> int:
-    """Numbers that one token leaves in the cache of a layer."""
+    """Numbers that one token leaves in the cache of a layer, on average where it pools tokens."""
+    if isinstance(attn, IndexedSparseAttention):
+        return cache_elements(attn.attn) + attn.index_dim
+    if isinstance(attn, (OutputGatedAttention, SharedIndexAttention)):
+        return cache_elements(attn.attn)
+    if isinstance(attn, GatedDeltaNet):
+        return 0
+    if isinstance(attn, CompressedAttention):
+        pooled = [part for part in (attn.pooling, getattr(attn.index, "pooling", None)) if part]
+        return sum(part.width for part in pooled) // pooled[0].rate if pooled else 0
     if isinstance(attn, tb.MultiHeadLatentAttention):
         return attn.kv_rank + attn.rope_dim
+    if isinstance(attn, NarrowValueAttention):
+        return kv_heads(attn) * (attn.head_dim + attn.v_dim)
     return tb.kv_cache_elements(kv_heads(attn), attn.head_dim)
+
+
+def fixed_elements(attn: nn.Module) -> int:
+    """Numbers that a layer keeps whatever the length: a state, or a window of its own."""
+    if isinstance(attn, GatedDeltaNet):
+        state = attn.n_v_heads * attn.k_dim * attn.v_dim
+        return state + attn.conv.weight.numel() - attn.conv.weight.shape[1]
+    if isinstance(attn, CompressedAttention):
+        return (attn.window - 1) * attn.head_dim
+    return 0
+
+
+class CacheUse(NamedTuple):
+    """Numbers that a kind of layer caches: for each token for ever, and at most besides."""
+
+    layers: int
+    grows: int
+    fixed: int
+
+    def at(self, length: int) -> int:
+        """All layers of the kind, after length tokens (not before the fixed part is full)."""
+        return self.layers * (self.grows * length + self.fixed)
+
+
+def cache_use(model: nn.Module) -> dict[str, CacheUse]:
+    """What each kind of layer caches. A window keeps the tokens ahead of the next one."""
+    uses: dict[str, CacheUse] = {}
+    for number, layer in enumerate(layers_of(model)):
+        each, seen = cache_elements(layer.attn), reach(model, number)
+        grows, fixed = (each, 0) if seen is None else (0, each * (seen - 1))
+        use = CacheUse(1, grows, fixed + fixed_elements(layer.attn))
+        kind = kind_of(model, number)
+        uses[kind] = use._replace(layers=uses[kind].layers + 1 if kind in uses else 1)
+    return uses
+
+
+def kind_of(model: nn.Module, number: int) -> str:
+    """What a layer attends with, in a few words."""
+    attn, seen = layers_of(model)[number].attn, reach(model, number)
+    if isinstance(attn, GatedDeltaNet):
+        return "DeltaNet"
+    if isinstance(attn, CompressedAttention):
+        if attn.pooling is None:
+            return f"window {attn.window}"
+        top = f", top {attn.index.top_k}" if attn.index else ""
+        return f"window {attn.window} + entries of {attn.pooling.rate}{top}"
+    if isinstance(attn, IndexedSparseAttention):
+        return f"MLA, index top {attn.top_k:,}"
+    if isinstance(attn, SharedIndexAttention):
+        return "MLA, shared index"
+    if isinstance(attn, tb.MultiHeadLatentAttention):
+        return "MLA"
+    inner = attn.attn if isinstance(attn, OutputGatedAttention) else attn
+    words = [sharing(inner)]
+    if inner is not attn:
+        words.append("gated")
+    if not getattr(inner, "rope", True):
+        words.append("unrotated")
+    if seen is not None:
+        words.append(f"window {seen:,}")
+    return " ".join(words)
 
 
 def linear(module: nn.Module) -> nn.Linear:
@@ -807,7 +813,7 @@ def linear(module: nn.Module) -> nn.Linear:
 
 def q_heads(attn: nn.Module) -> int:
     if isinstance(attn, tb.MultiHeadLatentAttention):
-        return attn.o_proj.in_features // attn.v_dim
+        return attn.kv_up.out_features // (attn.nope_dim + attn.v_dim)
     return linear(attn.q_proj).out_features // attn.head_dim
 
 
@@ -815,15 +821,20 @@ def kv_heads(attn: nn.Module) -> int:
     return linear(attn.k_proj).out_features // attn.head_dim
 
 
-def reach(model: nn.Module, layer: int) -> int | None:
+def reach(model: nn.Module, number: int) -> int | None:
     """How many positions a layer sees at most, None for all."""
-    attend = getattr(model.blocks[layer].attn, "attend", None)
-    return getattr(attend, "keywords", {}).get("chunk") or model.windows[layer]
+    attend = getattr(layers_of(model)[number].attn, "attend", None)
+    chunk = getattr(attend, "keywords", {}).get("chunk")
+    grouped = len(model.windows) != len(layers_of(model))  # no group has a window
+    return chunk or (None if grouped else model.windows[number])
 
 
 def topology(block: nn.Module) -> str:
     if isinstance(block, tb.ParallelDecoderBlock):
         return "parallel, " + ("one norm" if block.ffn_norm is None else "two norms")
+    if isinstance(block, HyperConnectedBlock):
+        mixed = "not mixed" if isinstance(block.attn_streams, IndependentConnection) else "mixed"
+        return f"Pre-LN, {block.n_streams} streams, {mixed}"
     if isinstance(block, tb.BranchNormDecoderBlock):
         return "output norm" if isinstance(block.attn_pre_norm, nn.Identity) else "pre+post"
     return "Pre-LN"
@@ -834,25 +845,30 @@ def first_norm(block: nn.Module) -> nn.Module:
 
 
 def norm_name(norm: nn.Module) -> str:
+    if isinstance(norm, nn.Sequential):
+        return f"{norm_name(norm[-1])} of the collapsed streams"
     if isinstance(norm, nn.LayerNorm):
         return "LayerNorm" + ("" if norm.bias is not None else ", no bias")
     return "RMSNorm"
 
 
+def bias_place(name: str) -> str:
+    """Where a bias stands, from the name of the parameter."""
+    owner = name.split(".")[-2]
+    if "norm" in owner:
+        return "norms"
+    if owner in ("lm_head", "router"):
+        return owner.removeprefix("lm_")
+    if "experts" in name:
+        return "experts"
+    if owner == "o_proj":
+        return "o"
+    return "qkv" if ".attn." in name else "FFN"
+
+
 def biases(model: nn.Module) -> str:
-    groups = set()
-    for name, _ in model.named_parameters():
-        if name.endswith(".bias"):
-            owner = name.split(".")[-2]
-            groups |= {
-                "norms" if "norm" in owner else
-                "head" if owner == "lm_head" else
-                "router" if owner == "router" else
-                "experts" if "experts" in name else
-                "o" if owner == "o_proj" else
-                "qkv" if ".attn." in name else
-                "FFN"
-            }  # fmt: skip
+    """Which parts have a bias, in words."""
+    names = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
     words = {
         "": "none",
         "qkv": "q, k, v",
@@ -861,7 +877,7 @@ def biases(model: nn.Module) -> str:
         "FFN head norms": "FFN, norms, head",
         "experts o qkv router": "attention, experts, router",
     }
-    found = " ".join(sorted(groups))
+    found = " ".join(sorted(set(map(bias_place, names))))
     return words.get(found, found)
 
 
@@ -930,6 +946,8 @@ def ffn_name(ffn: nn.Module) -> str:
     ffn = ffn.experts[0] if isinstance(ffn, tb.MixtureFFN) else ffn
     if isinstance(ffn, tb.ClampedGatedFFN):
         return "SwiGLU, clamped"
+    if isinstance(ffn, LimitedGatedFFN):
+        return f"SwiGLU, limit {ffn.limit:g}"
     gated = isinstance(ffn, tb.GatedFFN)
     names = {F.silu: "SwiGLU", tanh_gelu: "GeGLU"} if gated else {tanh_gelu: "tanh GELU"}
     return names.get(ffn.act, "GELU")
@@ -937,19 +955,21 @@ def ffn_name(ffn: nn.Module) -> str:
 
 def ffn_widths(model: nn.Module) -> tuple[int, int | None]:
     """d_ff of an expert, or of every layer, and that of a mixture's dense layers."""
-    ffns = [block.ffn for block in model.blocks]
+    ffns = [layer.ffn for layer in layers_of(model)]
     routed = [ffn.experts[0].up.out_features for ffn in ffns if isinstance(ffn, tb.MixtureFFN)]
     plain = [ffn.up.out_features for ffn in ffns if not isinstance(ffn, tb.MixtureFFN)]
     return (routed[0], plain[0] if plain else None) if routed else (plain[0], None)
 
 
 def experts(model: nn.Module) -> str:
-    mixed = [isinstance(block.ffn, tb.MixtureFFN) for block in model.blocks]
+    ffns = [layer.ffn for layer in layers_of(model)]
+    mixed = [isinstance(ffn, tb.MixtureFFN) for ffn in ffns]
     if not any(mixed):
         return "-"
     first = mixed.index(True)
-    mixture = model.blocks[first].ffn
-    shared = mixture.shared.up.out_features // ffn_widths(model)[0] if mixture.shared else 0
+    mixture = ffns[first]
+    expert = getattr(mixture.shared, "expert", mixture.shared)
+    shared = expert.up.out_features // ffn_widths(model)[0] if expert else 0
     text = f"{len(mixture.experts)}{f' + {shared}' if shared else ''}, top-{mixture.router.top_k}"
     if all(mixed):
         return text
@@ -965,10 +985,10 @@ def billions(number: float) -> str:
 @cache
 def cells(name: str) -> dict[str, str]:
     """Every cell of a row, by column: from the composed model, or as stated by the authors."""
-    recipe, model = RECIPES[name], built(name)
+    recipe, model = RECIPES[name], outlined(name)
     attn, (width, plain) = model.blocks[0].attn, ffn_widths(model)
     latent = isinstance(attn, tb.MultiHeadLatentAttention)
-    total, cached = count(model), sum(cache_elements(block.attn) for block in model.blocks)
+    total, cached = all_parameters(model), sum(cache_elements(block.attn) for block in model.blocks)
     learned = isinstance(model, LearnedPositionLM)
     shown = {
         "Topology": topology(model.blocks[0]),
@@ -1000,28 +1020,202 @@ def cells(name: str) -> dict[str, str]:
     return shown | {"q/kv": heads, "Ratio": shown["d_ff / d_model"]}
 
 
+def thetas(name: str) -> str:
+    """The bases of the rotation, with the layers that turn by each where they are not all."""
+    found = collections.Counter()
+    for layer in layers_of(outlined(name)):
+        parts = [part for part in layer.attn.modules() if getattr(part, "rope_dim", 0)]
+        hooks = [hook for part in parts for hook in part._forward_pre_hooks.values()]
+        own = next((hook.theta for hook in hooks if isinstance(hook, OwnTables)), None)
+        if parts:
+            found[own or f"{ROWS[name].sizes.base:,.0f}"] += 1
+    alone = found.total() == len(layers_of(outlined(name))) and len(found) == 1
+    return "; ".join(theta if alone else f"{theta} ({n})" for theta, n in found.items())
+
+
+def head_widths(attn: nn.Module) -> tuple[str, str]:
+    """Heads of queries and keys, and channels of a head, in words."""
+    attn = attn.attn if hasattr(attn, "attn") else attn
+    if isinstance(attn, GatedDeltaNet):
+        n_k = attn.q_proj.out_features // attn.k_dim
+        return f"{n_k} k, {attn.n_v_heads} v", f"{attn.k_dim}"
+    if isinstance(attn, CompressedAttention):
+        return f"{len(attn.attend.sinks)} / 1", f"{attn.head_dim}"
+    if isinstance(attn, tb.MultiHeadLatentAttention):
+        heads = attn.kv_up.out_features // (attn.nope_dim + attn.v_dim)
+        return f"{heads} / -", f"{attn_width(attn)}; v {attn.v_dim}"
+    narrow = f"; v {attn.v_dim}" if isinstance(attn, NarrowValueAttention) else ""
+    return f"{q_heads(attn)} / {kv_heads(attn)}", f"{attn.head_dim}{narrow}"
+
+
+def found_extras(model: nn.Module) -> str:
+    """What else the layers have, each with their number where it is not all."""
+    layers, found = layers_of(model), collections.Counter()
+    for layer in layers:
+        parts = list(layer.attn.modules())
+        names = {type(part) for part in parts}
+        queries = getattr(layer.attn, "q_proj", None)
+        scaled = isinstance(layer.attn, NarrowValueAttention)
+        holds = {
+            "sinks": tb.SinkAttention in names,
+            "output gate": bool(names & {OutputGatedAttention, GatedLatentAttention}),
+            "QK-norm per head": any(getattr(part, "k_norm", None) is not None for part in parts),
+            "QK-norm, whole q and k": isinstance(queries, nn.Sequential),
+            "grouped output": isinstance(layer.attn, CompressedAttention),
+            f"values x {layer.attn.value_scale if scaled else 1:g}": scaled,
+            "experts by token id": isinstance(layer.ffn, HashMixtureFFN),
+            "gated shared expert": isinstance(
+                getattr(layer.ffn, "shared", None), GatedSharedExpert
+            ),
+        }
+        found.update(name for name, there in holds.items() if there)
+    words = [word if n == len(layers) else f"{word} ({n})" for word, n in found.items()]
+    words += ["tied"] if model.lm_head is None else []
+    return ", ".join(words) or "none"
+
+
+def active_parameters(model: nn.Module) -> list[int]:
+    """Parameters that a token uses: with both vocabulary tables, without the input one (a tied one
+    stays: it is the head), without both."""
+    both = all_parameters(model) - idle_parameters(model)
+    table, head = count(model.embedding), count(model.lm_head)
+    return [both, both - table, both - table - head] if head else [both, both, both - table]
+
+
+ACTIVE = ("Both tables in", "Input table out", "Both out")
+
+
+@cache
+def cells_2026(name: str) -> dict[str, str]:
+    """The cells of a later row: from the composed model. What rounds to the published number of
+    active parameters is bold; a * marks what only copies of a configuration bear out."""
+    recipe, model = ROWS[name], outlined(name)
+    layers, uses = layers_of(model), cache_use(model)
+    kinds = collections.Counter(kind_of(model, number) for number in range(len(layers)))
+    heads = dict.fromkeys(head_widths(layer.attn) for layer in layers)
+    width, plain = ffn_widths(model)
+    total, published = recipe.published
+    active, length = active_parameters(model), 131072
+    if published is None:
+        published, printed = total, "-"
+    else:
+        printed = f"{published / 1e9:g} B"
+    shown = {
+        "Kinds of layers": "; ".join(f"{n} {kind}" for kind, n in kinds.items()),
+        "Heads": "; ".join(dict.fromkeys(text for text, _ in heads)),
+        "head_dim": ", ".join(dict.fromkeys(text for _, text in heads)),
+        "Theta": thetas(name),
+        "Block": topology(layers[0]),
+        "eps": f"{first_norm(layers[0]).eps:.0e}".replace("e-0", "e-"),
+        "Extras": found_extras(model),
+        "Experts": experts(model),
+        "FFN": ffn_name(layers[-1].ffn),
+        "d_ff": f"{width:,}" + (f"; dense {plain:,}" if plain else ""),
+        "d_model": f"{recipe.sizes.d_model:,}",
+        "Vocabulary": f"{recipe.sizes.vocab_size:,}",
+        "Total": f"{all_parameters(model):,}",
+        "Published": f"{total / 1e9:,g} B / {printed}",
+        "Numbers a token": f"{sum(use.layers * use.grows for use in uses.values()):,}",
+        "Fixed numbers": f"{sum(use.layers * use.fixed for use in uses.values()):,}",
+        "GiB at 131,072": f"{2 * sum(use.at(length) for use in uses.values()) / 2**30:.2f}",
+    }
+    for column, number in zip(ACTIVE, active):
+        text = billions(number)
+        shown[column] = f"**{text}**" if round(number / 1e9) == published / 1e9 else text
+    marked = recipe.second_hand
+    return {c: text + (" *" if c in marked else "") for c, text in shown.items()}
+
+
+TABLES_2026 = {  # title: column: alignment
+    "attention, 2025 and 2026": {
+        "Kinds of layers": "---",
+        "Heads": "---",
+        "head_dim": "---",
+        "Theta": "---",
+        "Extras": "---",
+    },
+    "FFN, experts, width, 2025 and 2026": {
+        "Experts": "---",
+        "FFN": "---",
+        "d_ff": "---",
+        "d_model": "--:",
+        "Vocabulary": "--:",
+    },
+    "norms and cache, 2025 and 2026": {
+        "Block": "---",
+        "eps": "--:",
+        "Numbers a token": "--:",
+        "Fixed numbers": "--:",
+        "GiB at 131,072": "--:",
+    },
+    "counts, 2025 and 2026": {
+        "Total": "--:",
+        **dict.fromkeys(ACTIVE, "--:"),
+        "Published": "---",
+    },
+}
+
 FRONT = {  # the table in front: these columns of these models
-    **dict.fromkeys(("Topology", "Norm", "Position"), ":--"),
-    **{"q/kv": "--:", "FFN": ":--", "Ratio": "--:", "Extras": ":--"},
+    "Topology": ":--",
+    "Norm": ":--",
+    "Position": ":--",
+    "q/kv": "--:",
+    "FFN": ":--",
+    "Ratio": "--:",
+    "Extras": ":--",
 }
 FRONT_MODELS = [
-    *("GPT-2 XL", "GPT-NeoX 20B", "PaLM 540B", "Command-R 35B", "Llama-2 70B", "Llama-3 8B"),
-    *("Mixtral 8x7B", "Qwen3 8B", "Gemma-3 27B", "OLMo-2 7B", "DeepSeek-V3", "gpt-oss 120b"),
+    "GPT-2 XL",
+    "GPT-NeoX 20B",
+    "PaLM 540B",
+    "Command-R 35B",
+    "Llama-2 70B",
+    "Llama-3 8B",
+    "Mixtral 8x7B",
+    "Qwen3 8B",
+    "Gemma-3 27B",
+    "OLMo-2 7B",
+    "DeepSeek-V3",
+    "gpt-oss 120b",
 ]
 TABLES = {  # title: column: alignment, as the notes have them
-    "norms and biases": {"Topology": "---", "Norm": "---", "eps": "--:", "Biases": "---"},
-    "positions and windows": dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
-    "attention": {"Sharing": "---", "Heads q / kv": "--:", "head_dim": "--:", "Extras": "---"},
-    "FFN and experts": {"FFN": "---", "d_ff": "---", "d_ff / d_model": "--:", "Experts": "---"},
-    "shell": {"Layers": "--:", "d_model": "--:", "Vocabulary": "--:", "Tied": "---"},
+    "norms, biases, tying": {
+        "Topology": "---",
+        "Norm": "---",
+        "eps": "--:",
+        "Biases": "---",
+        "Tied": "---",
+    },
+    "vocabulary, positions, windows": {
+        "Vocabulary": "--:",
+        **dict.fromkeys(("Position", "Pairs", "Theta", "Window"), "---"),
+    },
+    "layers and attention": {
+        "Layers": "--:",
+        "Sharing": "---",
+        "Heads q / kv": "--:",
+        "head_dim": "--:",
+        "Extras": "---",
+    },
+    "width, FFN, experts": {
+        "d_model": "--:",
+        "FFN": "---",
+        "d_ff": "---",
+        "d_ff / d_model": "--:",
+        "Experts": "---",
+    },
 }
 
 
-def markdown_table(columns: dict[str, str], names: list[str] | None = None) -> str:
-    """A table of the notes: these columns of these models, of all by default."""
+def markdown_table(
+    columns: dict[str, str],
+    names: Iterable[str] = tuple(RECIPES),
+    read: Callable[[str], dict[str, str]] = cells,
+) -> str:
+    """A table of the notes: these columns of these models."""
     first = ":--" if ":--" in columns.values() else "---"
     rows = [["Model", *columns], [first, *columns.values()]]
-    rows += [[name, *(cells(name)[column] for column in columns)] for name in names or RECIPES]
+    rows += [[name, *(read(name)[column] for column in columns)] for name in names]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines[1] = lines[1].replace(" ", "")
     return "\n".join(lines)
@@ -1033,8 +1227,14 @@ def markdown_table(columns: dict[str, str], names: list[str] | None = None) -> s
 
 
 def overview() -> str:
-    columns = ["Layers", "d_model", "Parameters", "Active", "KiB a token"]
-    rows = [["Model", *columns], *([n, *(cells(n)[c] for c in columns)] for n in RECIPES)]
+    rows = [["Model", "Layers", "d_model", "Parameters", "Active", "KiB a token"]]
+    for name, recipe in ROWS.items():
+        model = outlined(name)
+        layers, total = layers_of(model), all_parameters(model)
+        cached = sum(cache_elements(layer.attn) for layer in layers)
+        active = total - idle_parameters(model)
+        row = [f"{len(layers)}", f"{recipe.sizes.d_model:,}", billions(total), billions(active)]
+        rows.append([name, *row, f"{2 * cached / 1024:,.1f}".removesuffix(".0")])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
@@ -1049,16 +1249,44 @@ def described(module: nn.Module) -> str:
     name = type(module).__name__
     if module is None:
         return "none"
+    if isinstance(module, GatedSharedExpert):
+        return f"{name}({described(module.expert)})"
+    if isinstance(module, (OutputGatedAttention, SharedIndexAttention)):
+        return f"{name}({described(module.attn)})"
+    if isinstance(module, IndexedSparseAttention):
+        heads = module.index_q.out_features // module.index_dim
+        index = f"top {module.top_k:,} by {heads} index heads of {module.index_dim}"
+        return f"{name}({index}; {described(module.attn)})"
+    if isinstance(module, GatedDeltaNet):
+        heads, width = head_widths(module)
+        return f"{name}({heads} heads of {width}, convolution over {module.conv_width})"
+    if isinstance(module, CompressedAttention):
+        parts = [f"{head_widths(module)[0]} heads of {module.head_dim}, window {module.window}"]
+        if module.pooling is not None:
+            overlap = ", overlapping" if module.pooling.overlap else ""
+            parts.append(f"entries of {module.pooling.rate} tokens{overlap}")
+        if module.index is not None:
+            parts.append(f"top {module.index.top_k} of them")
+        return f"{name}({'; '.join(parts)})"
+    if isinstance(module, NarrowValueAttention):
+        heads, _ = head_widths(module)
+        attend = getattr(module.attend, "__name__", type(module.attend).__name__)
+        values = f"values {module.v_dim} x {module.value_scale:g}"
+        return f"{name}({heads} heads of {module.head_dim}, {values}, {attend})"
     if isinstance(module, tb.MixtureFFN):
         router, shared = module.router, module.shared
         parts = [f"{type(router).__name__}, top-{router.top_k} of {len(module.experts)}"]
-        parts += [f"groups: best {router.top_groups} of {router.n_groups}"] * (router.n_groups > 1)
-        parts += ["not renormalised"] * (not router.renormalise)
-        parts += [f"times {router.scale:g}"] * (router.scale != 1)
-        parts += ["weight on the input"] * module.weigh_input
+        if router.n_groups > 1:
+            parts.append(f"groups: best {router.top_groups} of {router.n_groups}")
+        if not router.renormalise:
+            parts.append("not renormalised")
+        if router.scale != 1:
+            parts.append(f"times {router.scale:g}")
+        if module.weigh_input:
+            parts.append("weight on the input")
         parts += [f"experts {described(module.experts[0])}", f"shared {described(shared)}"]
         return f"{name}({'; '.join(parts)})"
-    if isinstance(module, (tb.DenseFFN, tb.GatedFFN, tb.ClampedGatedFFN)):
+    if isinstance(module, (tb.DenseFFN, tb.GatedFFN, tb.ClampedGatedFFN, LimitedGatedFFN)):
         return f"{name}({module.d_model} -> {module.up.out_features}, {ffn_name(module)})"
     if isinstance(module, tb.MultiHeadLatentAttention):
         ranks = f"q_rank {module.q_rank}, kv_rank {module.kv_rank}, "
@@ -1074,9 +1302,9 @@ def described(module: nn.Module) -> str:
 def layer_groups(model: nn.Module) -> dict[tuple, list[int]]:
     """Layers that are composed alike: block, attention, FFN, reach -> their numbers."""
     groups = collections.defaultdict(list)
-    for layer, block in enumerate(model.blocks):
-        parts = type(block).__name__, described(block.attn), described(block.ffn)
-        groups[(*parts, reach(model, layer))].append(layer)
+    for number, layer in enumerate(layers_of(model)):
+        parts = type(layer).__name__, described(layer.attn), described(layer.ffn)
+        groups[(*parts, reach(model, number))].append(number)
     return groups
 
 
@@ -1087,35 +1315,42 @@ def numbers(layers: list[int]) -> str:
 
 def details(name: str) -> str:
     """How a model is composed, what each part holds and what a token costs."""
-    recipe, model = RECIPES[name], built(name)
+    recipe, model = ROWS[name], outlined(name)
     lines = [
         name,
         "",
         f"composed as {type(model).__name__}, final norm {norm_name(model.final_norm)}",
     ]
+    blocks = layers_of(model)
     for (block, attn, ffn, seen), layers in layer_groups(model).items():
-        first = model.blocks[layers[0]]
+        first = blocks[layers[0]]
         lines += [
             f"  {numbers(layers)}",
             f"    {block}: {topology(first)}, {norm_name(first_norm(first))}",
             f"    attn  {attn}" + (f", sees {seen:,} positions" if seen else ""),
             f"    ffn   {ffn}",
         ]
-    total, idle = count(model), idle_parameters(model)
-    blocks, head = list(model.blocks), count(model.lm_head)
+    total, idle = all_parameters(model), idle_parameters(model)
+    head = count(model.lm_head)
     tables = count(model.embedding, getattr(model, "positions", None))
     held = {
         "embedding": tables,
         "attention": count(*(block.attn for block in blocks)),
         "FFN": count(*(block.ffn for block in blocks)),
-        "norms": sum(count(block) - count(block.attn, block.ffn) for block in blocks),
+        "streams": sum(count(*stream_parts(block)) for block in blocks),
+        "norms": sum(
+            count(block) - count(block.attn, block.ffn, *stream_parts(block)) for block in blocks
+        ),
         "final norm": count(model.final_norm),
         "head": head,
         "total": total,
         "active": total - idle,
     }
     lines += ["", "parameters"]
-    lines += [f"  {part:<10}  {number:>19,}" for part, number in held.items()]
+    lines += [f"  {part:<10}  {number:>19,}" for part, number in held.items() if number]
+    if name in RECIPES_2026:
+        for way, number in zip(ACTIVE[1:], active_parameters(model)[1:]):
+            lines.append(f"    {way.lower():<16}{number:>15,}")
     lines += [
         f"  published   {recipe.published[0]:>19,.0f}  ({recipe.source})",
         "",
@@ -1123,18 +1358,29 @@ def details(name: str) -> str:
     ]
     # A matrix of n numbers takes n multiplications and n additions; the input table is looked up.
     matrices = total - idle - (0 if model.lm_head is None else tables)
-    reads = sum(2 * q_heads(b.attn) * value_and_key(b.attn) for b in blocks)
     cached = sum(cache_elements(block.attn) for block in blocks)
-    lines += [
-        f"  {2 * matrices / 1e9:,.1f} GFLOP in the matrices",
-        f"  {reads:,} FLOP in the attentions for each position seen",
-        f"  {2 * cached:,} bytes of cache at 16 bit, {2 * cached // len(blocks):,} a layer",
-    ]
+    lines.append(f"  {2 * matrices / 1e9:,.1f} GFLOP in the matrices")
+    if name in RECIPES:
+        reads = sum(2 * q_heads(b.attn) * value_and_key(b.attn) for b in blocks)
+        lines.append(f"  {reads:,} FLOP in the attentions for each position seen")
+    lines.append(
+        f"  {2 * cached:,} bytes of cache at 16 bit, {2 * cached // len(blocks):,} a layer"
+    )
+    if name in RECIPES_2026:
+        lines += ["", "cached by kind of layer, numbers"]
+        for kind, use in cache_use(model).items():
+            lines.append(f"  {use.layers} x {kind}: {use.grows:,} a token, {use.fixed:,} fixed")
     short = [layer for layer in range(len(blocks)) if reach(model, layer)]
     if short:
         most = f"keep {reach(model, short[0]):,} positions at most"
         lines.append(f"  {len(short)} of {len(blocks)} layers {most}")
     return "\n".join(lines)
+
+
+def stream_parts(block: nn.Module) -> list[nn.Module]:
+    """What a block on several streams has in place of its additions."""
+    names = ("attn_streams", "ffn_streams")
+    return [getattr(block, name) for name in names if hasattr(block, name)]
 
 
 def value_and_key(attn: nn.Module) -> int:
@@ -1144,38 +1390,26 @@ def value_and_key(attn: nn.Module) -> int:
     return 2 * attn.head_dim
 
 
-def nearest(name: str) -> str:
-    """The names that a wrong one may have meant, or all."""
-    folded = {known.casefold(): known for known in RECIPES}
-    close = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.5)
-    close = close or [known for known in folded if name.casefold() in known]
-    return ", ".join(folded[known] for known in close) or ", ".join(RECIPES)
+def answer(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print the model that is asked for, or all; the exit status."""
+    wanted = " ".join(options.name)
+    known = {name.casefold(): name for name in ROWS}
+    if wanted and wanted.casefold() not in known:
+        near = tb.main_nearest(wanted, ROWS) or ROWS
+        parser.error(f"no model {wanted!r}; nearest: {', '.join(near)}")
+    print(details(known[wanted.casefold()]) if wanted else overview())
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Do what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(
+        prog="recipes.py",
         description=__doc__.partition("\n")[0],
         epilog='names: "Llama-3 8B", "gpt-oss 20b", ... in any case; without one, all are listed',
     )
     parser.add_argument("name", nargs="*", help="a model of the table")
-    parser.add_argument("--markdown", action="store_true", help="the recipe tables of the notes")
-    options = parser.parse_args(argv)
-    wanted = " ".join(options.name)
-    known = {name.casefold(): name for name in RECIPES}
-    if options.markdown and wanted:
-        parser.error("--markdown prints all models and takes no name")
-    if wanted and wanted.casefold() not in known:
-        parser.error(f"no model {wanted!r}; nearest: {nearest(wanted)}")
-    if options.markdown:
-        tables = [f"Recipe: {title}\n\n{markdown_table(c)}" for title, c in TABLES.items()]
-        text = "\n\n".join([markdown_table(FRONT, FRONT_MODELS), *tables])
-    else:
-        text = details(known[wanted.casefold()]) if wanted else overview()
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return tb.main_program(parser, argv, partial(answer, parser))
 
 
 if __name__ == "__main__":

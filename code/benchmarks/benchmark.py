@@ -19,6 +19,7 @@ import contextlib
 import gc
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -363,7 +364,7 @@ def smollm2(rounds: int) -> Iterator[Row]:
     file = checkpoints.GGUFFile(checkpoints.package_file(checkpoints.SMOLLM2, ".gguf"))
     ours, tokenizer = checkpoints.load_smollm2(file), checkpoints.load_smollm2_tokenizer(file)
     config = LlamaConfig(
-        vocab_size=ours.vocab_size,
+        vocab_size=ours.embedding.num_embeddings,
         hidden_size=file["llama.embedding_length"],
         intermediate_size=file["llama.feed_forward_length"],
         num_hidden_layers=len(ours.blocks),
@@ -385,9 +386,10 @@ def smollm2(rounds: int) -> Iterator[Row]:
             layer.get_submodule(place).weight = block.get_submodule(name).weight
     theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
     question = tokenizer.encode(checkpoints.chat_prompt(file, "What is attention?")).ids
+    long = torch.randint(config.vocab_size, (1, 2048))
     prompts = {
-        "tokens": (torch.tensor([question]), 64, 0.90, "64 tokens after a short prompt"),
-        "prompt": (torch.randint(ours.vocab_size, (1, 2048)), 1, 1.05, "a prompt of 2,048 tokens"),
+        "tokens": (torch.tensor([question]), 64, 0.95, "64 tokens after a short prompt"),
+        "prompt": (long, 1, 1.05, "a prompt of 2,048 tokens"),
     }
     for kind, (ids, n_new, limit, text) in prompts.items():
         calls = {
@@ -399,6 +401,55 @@ def smollm2(rounds: int) -> Iterator[Row]:
         seconds = take_turns(calls, max(rounds // 2, 2))
         what = f"SmolLM2-135M, {text}; LlamaForCausalLM.generate, sdpa, the same tensors"
         yield Row(f"smollm2-{kind}", what, seconds["ours"], seconds["theirs"], "s", limit)
+    if shutil.which("c++") or shutil.which("g++"):
+        yield from smollm2_compiled(ours, theirs, prompts["tokens"][0], rounds)
+
+
+def smollm2_compiled(
+    ours: tb.DecoderOnlyLM, theirs: torch.nn.Module, ids: Tensor, rounds: int
+) -> Iterator[Row]:
+    """Steps of the whole model as one graph with fixed caches, against both of theirs."""
+    from transformers import DynamicCache, StaticCache  # noqa: PLC0415
+
+    n_new = 64
+    length = ids.shape[1] + n_new
+    compiled = {"ours": torch.compile(ours), "theirs": torch.compile(theirs)}
+
+    def our_tokens() -> Tensor:
+        caches, step, tokens = [tb.KVCache(length) for _ in ours.blocks], ids, []
+        for _ in range(n_new):
+            step = compiled["ours"](step, kv_caches=caches, last_only=True).argmax(dim=-1)
+            tokens.append(step)
+        return torch.cat(tokens, dim=1)
+
+    def their_tokens(model: Callable, past: object) -> Tensor:
+        step, tokens = ids, []
+        for _ in range(n_new):
+            out = model(step, past_key_values=past, use_cache=True, logits_to_keep=1)
+            step = out.logits.argmax(dim=-1)
+            tokens.append(step)
+        return torch.cat(tokens, dim=1)
+
+    calls = {
+        "ours": our_tokens,
+        "eager": lambda: their_tokens(theirs, DynamicCache(config=theirs.config)),
+        "static": lambda: their_tokens(
+            compiled["theirs"], StaticCache(config=theirs.config, max_cache_len=length)
+        ),
+    }
+    wanted = calls["eager"]()
+    for name in ("ours", "static"):  # the second time a length is a symbol: nothing is compiled
+        for _ in range(2):
+            if not torch.equal(calls[name](), wanted):
+                raise AssertionError(f"smollm2-compiled: {name} continues differently")
+    seconds = take_turns(calls, max(rounds // 2, 2))
+    what = "SmolLM2-135M, 64 tokens, torch.compile with fixed caches; LlamaForCausalLM"
+    for name, text, limit in (
+        ("eager", "not compiled", 0.85),
+        ("static", "compiled with a static cache", 1.0),
+    ):
+        row = f"smollm2-compiled-{name}"
+        yield Row(row, f"{what}, {text}", seconds["ours"], seconds[name], "s", limit)
 
 
 @torch.no_grad()

@@ -76,7 +76,8 @@ class Constants(ast.NodeTransformer):
 class OwnFile:
     """A file with a ModernBlock, judged: verdict is what practice.py says of it.
 
-    BlockError where the file has none, or its parameters could not be read.
+    It imports what lies beside it, as a program does. BlockError where the file has no block, or
+    its parameters could not be read.
     """
 
     def __init__(self, path: str | Path):
@@ -85,6 +86,7 @@ class OwnFile:
             self.text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BlockError(f"{path} cannot be read: {error}") from None
+        sys.path.insert(0, str(self.path.resolve().parent))
         with contextlib.redirect_stdout(sys.stderr):
             self.verdict, self.reader = read_block(self.text, str(path))
         if self.reader is None:

@@ -750,14 +750,14 @@ def whole_model() -> Card:
     model, ids = tb.DecoderOnlyLM(50), torch.randint(50, (3, 7))
 
     def hook(name: str, part: nn.Module, args: tuple, out: Tensor) -> None:
-        shapes[name] = spell(out.shape, names)
+        shapes.setdefault(name, spell(out.shape, names))  # a tied embedding is called twice
 
     for name, part in model.named_modules():
-        if name.count(".") == name.startswith("blocks"):  # the model, its parts, its blocks
+        if re.fullmatch(r"|[a-z_]+|blocks\.\d+", name):  # the model, its parts, its blocks
             part.register_forward_hook(partial(hook, name))
     with torch.no_grad():
-        last = spell(model(ids, last_only=True).shape, names)
         model(ids)
+        last = spell(model(ids, last_only=True).shape, names)
     rows = [
         ("ids", "token ids", spell(ids.shape, names), PALE),
         ("embedding", "embedding", shapes["embedding"], GREEN),
@@ -797,6 +797,39 @@ def cache_per_token() -> Card:
     return card
 
 
+def mixed_caches() -> Card:
+    """What each layer of three stacks has cached after 131,072 tokens, layer 0 at the bottom."""
+    length, card = 131072, Card(424, "MiB a layer has cached after 131,072 tokens, 16 bits")
+    short = {"DeltaNet": "DeltaNet", "GQA gated": "GQA", "GQA": "GQA"}
+    for x, name in ((30, "Qwen3-Next 80B-A3B"), (154, "MiMo-V2-Flash"), (278, "DeepSeek-V4-Flash")):
+        model, uses = recipes.outlined(name), recipes.cache_use(recipes.outlined(name))
+        kinds = [recipes.kind_of(model, n) for n in range(len(recipes.layers_of(model)))]
+        colors = dict(
+            zip(sorted(uses, key=lambda kind: uses[kind].at(length)), (GREEN, BLUE, ORANGE))
+        )
+        each = {kind: 2 * use._replace(layers=1).at(length) / 2**20 for kind, use in uses.items()}
+        card.text(x + 48, 44, name.removesuffix(" 80B-A3B"), fontsize=10)
+        ax = card.chart(x, 54, 96, 244)
+        for kind, color in colors.items():  # one broken line a kind
+            rows = [row for row, other in enumerate(kinds) if other == kind]
+            ends = [0.05, each[kind], math.nan] * len(rows)
+            rows = [row for row in rows for _ in range(3)]
+            ax.plot(ends, rows, color=color, lw=4, solid_capstyle="butt", clip_on=False)
+        ax.set(xscale="log", xlim=(0.05, 400), yticks=[0, len(kinds) - 1])
+        ax.set(xticks=[1, 100], xticklabels=["1", "100"], ylim=(-1, 47.6))
+        ax.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+        for row, (kind, color) in enumerate(colors.items()):
+            words = short.get(kind, re.sub(r".*(entries of \d+).*", r"\1", kind))
+            words = words.replace("GQA window", "window")
+            size = f"{each[kind]:,.{2 if each[kind] < 10 else 0}f}"
+            card.ax.plot(x - 10, 334 + 28 * row, "s", ms=7, color=color)
+            words = f"{uses[kind].layers} × {words}\n{size} MiB"
+            card.text(x - 2, 334 + 28 * row, words, ha="left", fontsize=9)
+        total = 2 * sum(use.at(length) for use in uses.values()) / 2**30
+        card.text(x + 40, 334 + 28 * 3 - 8, f"all: {total:.2f} GiB", fontsize=10)
+    return card
+
+
 def weights() -> Card:
     """Shares of the parameters of eight models, counted on the composed models."""
     names = ("Gemma-3 1B", "Llama-3.2 1B", "Llama-3 8B", "GPT-2 XL", "Llama-3.1 405B",
@@ -831,7 +864,8 @@ def weights() -> Card:
 
 FIGURES = (
     topologies, modern_block, layers_2017, gpt2_llama, rope, rope_stretch, stream_growth,
-    kv_sharing, mla, routing, masks, online_softmax, whole_model, cache_per_token, weights,
+    kv_sharing, mla, routing, masks, online_softmax, whole_model, cache_per_token,
+    mixed_caches, weights,
 )  # fmt: skip
 
 

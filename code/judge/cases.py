@@ -22,7 +22,8 @@ class Unjudged(Exception):  # noqa: N818
 class Case(NamedTuple):
     """A call as shown, what it gives by name, and how that is compared.
 
-    half: it runs in half precision. inputs: the arguments by name, where they can be printed.
+    half: it runs in less than float64. inputs: the arguments by name, where they can be printed;
+    independent where others of their shapes would do as well.
     """
 
     call: str
@@ -30,6 +31,7 @@ class Case(NamedTuple):
     how: Expectation = Expectation()
     half: bool = False
     inputs: Mapping[str, object] | None = None
+    independent: bool = True
 
 
 class ArrayFunction:
@@ -166,5 +168,5 @@ def function_case(
     call = ", ".join(f"{k}{argument_as_shown(v)}" for k, v in arguments.items())
     how = Expectation({size: letter for letter, size in sizes.items()}, close, float32_is_right)
     tensors = [v for v in arguments.values() if isinstance(v, Tensor)]
-    half = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors)
+    half = any(t.is_floating_point() and t.dtype != torch.float64 for t in tensors)
     return Case(f"{name}({call}){more}", run, how, half, arguments)

@@ -14,7 +14,7 @@ from judge.cases import Outcomes
 from judge.classes import ClassExercise
 from judge.compare import CLOSE, equal_outputs
 from judge.exercises import answer_outcomes, exercise
-from judge.mistakes import Mistake
+from judge.mistakes import Mistake, mistakes_of
 from judge.naming import (
     PAIRS_SECONDS,
     Named,
@@ -190,7 +190,8 @@ class Reading:
             mistake for mistake in known_mistakes(self.name) if self._names_with(mistake) == names
         ]
         explained = explained_alone(self.name, self.outcomes, wrong, alike)
-        pairs = pairs_with(self.name, [mistake for mistake, _ in explained])
+        first = dict.fromkeys(mistake for mistake, _ in explained)
+        pairs = pairs_with(self.name, first | dict.fromkeys(mistakes_of(self.name)))
         if not self._name(pairs, time.process_time() + PAIRS_SECONDS):
             self.named = one_of_several(explained)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from judge.state import Raised
 
 CLOSE = 1e-5  # of the largest value: people's norms, softmax and tables run in float32 somewhere
+RARE = 0.004  # of the draws: what was never drawn may have had that much of a chance
 
 
 class Expectation(NamedTuple):
@@ -43,7 +44,7 @@ class Shares(NamedTuple):
         rate = 1 / self.draws + 1 / other.draws
         for row, (want, have) in enumerate(zip(self.shares.tolist(), other.shares.tolist())):
             for token, (p, q) in enumerate(zip(want, have)):
-                never = p == 0 and q > (0 if self.draws > 1000 else 0.05)
+                never = p == 0 and q > (RARE if self.draws > 1000 else 0.05)
                 never = never or (p > 0.05 and q == 0)
                 if never or abs(p - q) > 4.5 * math.sqrt((p * (1 - p) + 0.01) * rate):
                     shares = f"in {p:.1%} of the draws, got {q:.1%}"

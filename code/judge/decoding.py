@@ -165,7 +165,8 @@ def speculate_cases() -> list[Case]:
         def run(function: Callable) -> dict[str, object]:
             target, draft = Chain(table, cached=False), Chain(table, cached=False, flips=flips)
             result = result_of(function, target, draft, ids.clone(), n)
-            return {"the result": result, "the calls of target": len(target.fed)}
+            calls = "one" if len(target.fed) == 1 else "none" if not target.fed else "more than one"
+            return {"the result": result, "the calls of target": calls}
 
         return Case(f"speculate(target, draft, ids={ids.tolist()}, n_draft={n})", run)
 

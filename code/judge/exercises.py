@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from judge import decoding, functions
+from judge import after, decoding, functions, gradients, tokens, training
 from judge.adapter import AdapterExercise
 from judge.answers import executed_answer
 from judge.cases import Case, Outcomes
@@ -64,8 +64,17 @@ CLASSES = {
     "LoRALinear": lambda task: AdapterExercise(
         task, "plain", sized("in out rank alpha bias", (7, 9, 3, 12, 1), (4, 6, 2, 3, 0))
     ),
+    "WindowAttention": lambda task: tokens.WindowExercise(
+        task, "cached",
+        sized(f"{QUERIES} window", (36, 6, 2, 4), (4, 1, 1, 2), (24, 4, 1, 3), (18, 3, 3, 1)),
+        "steep 0",
+    ),
 }  # fmt: skip
-FUNCTIONS = {**functions.CASES, **decoding.CASES}
+FUNCTIONS = {
+    name: cases
+    for subject in (functions, decoding, gradients, training, tokens, after)
+    for name, cases in subject.CASES.items()
+}
 
 
 @functools.cache

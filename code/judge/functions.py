@@ -53,8 +53,8 @@ def rotate_cases() -> list[Case]:
     cases += [case(x=x, positions=positions) for positions in places]
     cases += [case(x=x, positions=places[1], base=100.0)]
     cases += [case(x=drawn("x", 1, 2, 4, 16), positions=torch.arange(4))]
-    low = functools.partial(case, grads=False)
-    far, near = torch.tensor([0, 5, 777, 1499, 3000]), torch.tensor([0, 5, 77, 149, 300])
+    low, x = functools.partial(case, grads=False), drawn("x", 2, 3, 5, 16)
+    far, near = torch.tensor([0, 5, 777, 1499, 3000]), torch.tensor([0, 5, 77, 149, 299])
     cases += [low(x=x.float(), positions=far, close=1e-3, more=" in float32")]
     cases += [low(x=x.half(), positions=near, close=4e-3, more=" in float16")]
     return [*cases, low(x=x.bfloat16(), positions=near, close=3e-2, more=" in bfloat16")]

@@ -20,10 +20,10 @@ from judge.layout_words import StrippedSubmission, extra_biases, unrecognised_li
 from judge.naming import (
     Named,
     Wrong,
+    behaves_as,
     differences,
     known_mistakes,
     named_function_mistake,
-    same_in,
 )
 from judge.ready import ready_layer
 from judge.replay import replay_class, replay_function
@@ -37,13 +37,17 @@ DTYPES = re.compile(r"dtype|Float|Double|float|double")
 
 
 class Judge:
-    """Judges one text; stage is told the exercise that begins, running each case."""
+    """Judges one text; stage is told the exercise that begins, running each case.
+
+    case: verdicts carry the failing case as lines for a REPL.
+    """
 
     def __init__(
         self, source: Source, names: list[str] | None = None,
         stage: Callable[[str], None] | None = None, running: Callable[[str], None] | None = None,
+        case: bool = False,
     ):  # fmt: skip
-        self.source, self.names = source, names
+        self.source, self.names, self.case = source, names, case
         self.stage, self.running = stage or (lambda label: None), running
         self.file = SubmittedFile(source.text, source.filename)
         self.notes: list[str] = []  # what is to be said beside the verdicts
@@ -82,7 +86,8 @@ class Judge:
         """The exercises that the file defines, without helpers that only have the name of one."""
         found = []
         for name in TASKS:
-            if name not in self.file.namespace:
+            imported = name in self.source.imported and name not in self.source.definitions
+            if imported or name not in self.file.namespace:
                 continue
             if self._is_helper(name):
                 self.notes.append(
@@ -123,7 +128,7 @@ class Judge:
     # Functions
 
     def _verdict_on_function(self, one: FunctionExercise, function: Callable) -> Verdict:
-        if self.source.is_numpy(one.name):
+        if self.source.is_numpy(one.name) and any(case.inputs for case in one.cases):
             return self._verdict_on_arrays(one, function)
         answer = answer_outcomes(one.name)
         theirs = Outcomes(one.cases, function, self.file, self.running)
@@ -131,14 +136,12 @@ class Judge:
         if not found:
             return right(one.name, len(one.cases), ready_layer(one.name, function))
         named = named_function_mistake(one.name, theirs, found)
-        shown = replay_function(one.name, answer, theirs, found)
+        shown = replay_function(one.name, answer, theirs, found) if self.case else None
         return self._wrong(one, theirs, found, named, shown)
 
     def _verdict_on_arrays(self, one: FunctionExercise, function: Callable) -> Verdict:
         """By the values of float64 arrays; names of mistakes come from the same cases."""
         cases = [case for case in one.cases if takes_arrays(case)]
-        if not any(case.inputs for case in cases):
-            return wrong(one.name, f"{one.name} is judged with tensors: it must use torch")
         answer = Outcomes(cases, ArrayFunction(executed_answer(one.name), arrays=False))
         theirs = Outcomes(cases, ArrayFunction(function, arrays=True), self.file, self.running)
         found = list(differences(answer, theirs))
@@ -193,7 +196,7 @@ class Judge:
     def _wrong_class(self, one: ClassExercise, reading: Reading, more: str = "") -> Verdict:
         """Of a class whose parameters were read; more is a mistake that was seen before."""
         found = list(differences(reading.answer, reading.outcomes))
-        shown = replay_class(one, reading.outcomes.subject, found) if found else None
+        shown = replay_class(one, reading.outcomes.subject) if found and self.case else None
         verdict = self._wrong(one, reading.outcomes, found, reading.named, shown, more)
         unsure = not reading.submission.all_tried and verdict.lines[0] == UNKNOWN
         if unsure:
@@ -238,7 +241,8 @@ class Judge:
         mistake = " AND ".join(filter(None, (more, named.text if named else ""))) or None
         said = f"one of several mistakes: {mistake}" if named and named.of_several else mistake
         if mistake is None:
-            mistake = said = dtype_mistake(difference.lines)
+            words = difference.lines[0] if difference.where == "trouble" else None
+            mistake = said = words or dtype_mistake(difference.lines)
         case, lines = one.cases[i] if len(one.cases) == len(theirs.cases) else theirs.cases[i], []
         if difference.where == "trouble":
             lines = [said or difference.lines[0], f"case: {case.call}"]
@@ -275,7 +279,7 @@ def right(name: str, cases: int, ready: str | None, *lines: str) -> Verdict:
 def takes_arrays(case: Case) -> bool:
     """Whether a case can be run with NumPy arrays: float64, integers and bools alone."""
     if case.inputs is None:
-        return "online_softmax" in case.call
+        return case.call.startswith(("online_softmax", "flash_backward"))
     tensors = [v for v in case.inputs.values() if isinstance(v, torch.Tensor)]
     return not any(t.is_floating_point() and t.dtype != torch.float64 for t in tensors)
 
@@ -286,7 +290,7 @@ def name_of_arrays(name: str, theirs: Outcomes, found: Wrong) -> Named | None:
     for mistake in known_mistakes(name):
         known = ArrayFunction(executed_answer(name, mistake), arrays=False)
         outcomes = Outcomes(theirs.cases, known)
-        if all(same_in(i, outcomes, theirs) for i in order):
+        if behaves_as(outcomes, theirs, order):
             return Named((mistake,))
     return None
 
@@ -327,9 +331,11 @@ def signature_of(function: object) -> tuple[int, int] | None:
     return None
 
 
-def judge(text: str, names: list[str] | None = None, filename: str = "mine.py") -> list[Verdict]:
+def judge(
+    text: str, names: list[str] | None = None, filename: str = "mine.py", case: bool = False
+) -> list[Verdict]:
     """Execute a text in this process, without limits, and judge what it defines, or the names."""
-    return list(Judge(Source(text, filename), names).verdicts())
+    return list(Judge(Source(text, filename), names, case=case).verdicts())
 
 
 def read_block(text: str, filename: str) -> tuple[Verdict, Submission | None]:

@@ -25,6 +25,7 @@ JOINS = (
     (("q_proj", "k_proj", "v_proj"), True),
     (("q_proj", "k_proj"), True),
     (("k_proj", "v_proj"), True),
+    (("q_proj", "k_proj", "v_proj", "o_proj"), False),
     (("q_proj", "k_proj", "v_proj", "up"), False),
     (("gate", "up"), True),
     (("q_nope", "q_rope"), False),
@@ -40,6 +41,7 @@ class LinearMap(NamedTuple):
     """A linear map of the answer: places of its weight [out, in] and of its bias [out] or None.
 
     rows: the heads that lie in its rows, columns: those in its columns, None where there are none.
+    groups: the KV heads that these are shared out among.
     """
 
     name: str
@@ -47,6 +49,7 @@ class LinearMap(NamedTuple):
     bias: Tensor | None
     rows: int | None = None
     columns: int | None = None
+    groups: int | None = None
 
     @property
     def kind(self) -> str:
@@ -96,26 +99,41 @@ def without_ones(shape: Iterable[int]) -> tuple[int, ...]:
 # ── Packings: one small function for each way to keep maps ───────────────────────────────────
 
 
-def forms_of_rows(weight: Tensor, heads: int | None) -> dict[str, Tensor]:
-    """A matrix as it stands or turned, and with its rows cut into heads."""
+def forms_of_rows(
+    weight: Tensor, heads: int | None, groups: int | None = None
+) -> dict[str, Tensor]:
+    """A matrix as it stands or turned, and with its rows cut into heads, or groups of heads."""
     forms = {"": weight, "T": weight.T}
     if heads:
         cut = weight.unflatten(0, (heads, -1))  # (H, d_h, in)
-        forms |= {
+        cuts = {
             "heads": cut,
             "heads T": cut.mT,  # (H, in, d_h)
             "T heads": cut.permute(2, 0, 1),  # (in, H, d_h)
         }
+        forms |= cuts | by_groups(cuts, heads, groups)
     return forms
 
 
-def forms_of_columns(weight: Tensor, heads: int) -> dict[str, Tensor]:
-    """The output projection with its columns cut into heads."""
+def forms_of_columns(weight: Tensor, heads: int, groups: int | None = None) -> dict[str, Tensor]:
+    """The output projection with its columns cut into heads, or groups of heads."""
     cut = weight.unflatten(1, (heads, -1))  # (out, H, d_h)
-    return {
+    cuts = {
         "heads": cut.permute(1, 2, 0),  # (H, d_h, out)
         "heads T": cut.transpose(0, 1),  # (H, out, d_h)
         "T heads": cut,
+    }
+    return cuts | by_groups(cuts, heads, groups)
+
+
+def by_groups(cuts: dict[str, Tensor], heads: int, groups: int | None) -> dict[str, Tensor]:
+    """The same forms with their axis of heads cut in two: groups, and the heads of a group."""
+    if not groups or heads % groups:
+        return {}
+    two = (groups, heads // groups)
+    return {
+        form.replace("heads", "groups"): cut.unflatten(1 if form == "T heads" else 0, two)
+        for form, cut in cuts.items()
     }
 
 
@@ -125,15 +143,20 @@ def forms_of_stack(weights: list[Tensor], heads: int | None) -> dict[str, Tensor
     forms = {"stack": stacked, "stack T": stacked.mT}
     if heads:
         cut = stacked.unflatten(1, (heads, -1))  # (n, H, d_h, in)
-        forms |= {"stack heads": cut, "stack heads T": cut.mT}
+        forms |= {
+            "stack heads": cut,
+            "stack heads T": cut.mT,
+            "stack T heads": cut.permute(0, 3, 1, 2),  # (n, in, H, d_h)
+            "T stack heads": cut.permute(3, 0, 1, 2),  # (in, n, H, d_h)
+        }
     return forms
 
 
 def packed_alone(one: LinearMap, index: int | None, effort: float, tag: str) -> Iterator[Packing]:
     """One map by itself."""
-    forms = forms_of_rows(one.weight, one.rows)
+    forms = forms_of_rows(one.weight, one.rows, one.groups)
     if one.columns:
-        forms |= forms_of_columns(one.weight, one.columns)
+        forms |= forms_of_columns(one.weight, one.columns, one.groups)
     yield from with_bias([one], forms, one.bias, index, effort, tag)
 
 
@@ -236,6 +259,43 @@ def packed_vectors(vectors: dict[str, Tensor]) -> Iterator[Packing]:
         yield Packing(name, (name,), {"": places}, None, None, 0.0)
 
 
+def packed_norms(vectors: dict[str, Tensor]) -> Iterator[Packing]:
+    """The weights of all norms in one parameter, their biases in another, or both in one."""
+    weights = [name for name in vectors if not name.endswith("bias")]
+    if len(weights) < 2 or len({len(vectors[name]) for name in weights}) > 1:
+        return
+    for number, names in enumerate(itertools.permutations(weights)):
+        key, effort = "|".join(names), 0.2 + 0.1 * number
+        order = [name.removesuffix("weight") for name in names]
+        whole = torch.stack([vectors[name] for name in names])  # (n, d)
+        biases = [vectors[f"{norm}bias"] for norm in order if f"{norm}bias" in vectors]
+        bias = torch.stack(biases) if biases else None
+        yield Packing(f"stack of {key}", names, {"stack": whole}, None, None, effort)
+        if bias is not None:
+            of = tuple(f"{norm}bias" for norm in order)
+            yield Packing(f"bias stack of {key}", of, {"stack": bias}, None, None, effort)
+            stems = tuple(norm.removesuffix(".") for norm in order)
+            yield Packing(f"pairs of {key}", stems, {"stack": whole}, bias, None, effort)
+            both = {"pairs": torch.stack((whole, bias), dim=1), "two": torch.stack((whole, bias))}
+            yield Packing(f"all of {key}", stems, both, None, None, effort)
+
+
+def packed_flat(maps: dict[str, LinearMap], vectors: dict[str, Tensor]) -> Packing:
+    """Everything in one vector: in the answer's order, or its matrices first, or last."""
+    parts: dict[str, list[Tensor]] = {}
+    for name in [*vectors, *maps]:
+        found = maps.get(name)
+        parts[name] = [vectors[name]] if found is None else [found.weight, found.bias]
+    ordered = sorted(parts, key=lambda name: int(parts[name][0].min()))
+    orders = {"": ordered, "maps first": [*maps, *vectors], "maps last": [*vectors, *maps]}
+    forms = {}
+    for order, names in orders.items():
+        for form in ("", "T"):
+            turned = [p.T if form else p for name in names for p in parts[name] if p is not None]
+            forms[f"{order} {form}".strip()] = torch.cat([p.flatten() for p in turned])
+    return Packing("everything", tuple(ordered), forms, None, None, 0.2)
+
+
 # ── The layout of an answer ──────────────────────────────────────────────────────────────────
 
 
@@ -283,7 +343,10 @@ class WeightLayout:
             rows = self.sizes.get("n_kv_heads", heads)
         columns = heads if found.kind == "o_proj" else None
         fits = (rows and places.shape[0] % rows == 0, columns and places.shape[1] % columns == 0)
-        return found._replace(rows=rows if fits[0] else None, columns=columns if fits[1] else None)
+        groups = self.sizes.get("n_kv_heads") if heads in (rows, columns) else None
+        return found._replace(
+            rows=rows if fits[0] else None, columns=columns if fits[1] else None, groups=groups
+        )
 
     def values_with_steep_scores(self, factor: float) -> Tensor:
         """The drawn values with the maps of queries and keys so many times as large."""
@@ -323,6 +386,9 @@ class WeightLayout:
             if experts and all(set(kinds) <= set(group) for group in experts):
                 yield packed_experts([[group[kind] for kind in kinds] for group in experts])
         yield from packed_vectors(self.vectors)
+        yield from packed_norms(self.vectors)
+        if not experts:
+            yield packed_flat(self.maps, self.vectors)
 
     @staticmethod
     def _joins(group: dict, wider: dict, index: int | None) -> Iterator[Packing]:

@@ -32,8 +32,9 @@ def read_mistakes(text: str) -> tuple[Mistake, ...]:
     """The mistakes of a file, in its order."""
     found = []
     for block in re.split(r"^\* ", text, flags=re.M)[1:]:
-        lines = block.rstrip("\n").split("\n")
-        said = " ".join(line.strip() for line in lines if line[:1] not in ("-", "+"))
+        first, *lines = block.rstrip("\n").split("\n")
+        more = [line.strip() for line in lines if line[:1] not in ("-", "+")]
+        said = " ".join([first.strip(), *more])
         old, new = (
             "\n".join(re.sub(r" \\$", " ", line[1:]) for line in lines if line[:1] == sign)
             for sign in "-+"

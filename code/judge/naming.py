@@ -3,17 +3,25 @@
 import functools
 import itertools
 import math
-import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from judge.answers import answer_source
+from judge.answers import answer_source, parts_of
 from judge.cases import Outcomes, Unjudged
 from judge.catalogue import TASKS
-from judge.compare import Difference, first_difference, largest_gap, problem_of
+from judge.compare import (
+    Difference,
+    Expectation,
+    difference_in_words,
+    first_difference,
+    largest_gap,
+    problem_of,
+    tensor_difference,
+)
 from judge.exercises import answer_outcomes
 from judge.mistakes import Mistake, mistakes_of
 
@@ -38,12 +46,12 @@ class Named(NamedTuple):
 
 @functools.cache
 def known_mistakes(name: str) -> tuple[Mistake, ...]:
-    """Those of the exercise, then those of other exercises whose answers it contains."""
+    """Those of the exercise, then those of the parts of its answer, outer parts first."""
     source = answer_source(name)
     found = list(mistakes_of(name))
-    for other in TASKS:
-        if other != name and re.search(rf"^(def|class) {other}\b", source, re.M):
-            found += [one for one in mistakes_of(other) if source.count(one.old) == 1]
+    for part in reversed(parts_of(name)):
+        if part in TASKS and part != name:
+            found += [one for one in mistakes_of(part) if source.count(one.old) == 1]
     return tuple(dict.fromkeys(found))
 
 
@@ -58,14 +66,49 @@ def differences(answer: Outcomes, other: Outcomes) -> Iterator[tuple[int, Differ
             yield i, found
 
 
-def same_in(i: int, one: Outcomes, other: Outcomes) -> bool:
-    """Whether two give the same in a case."""
-    return first_difference(one[i], other[i], one.cases[i].how) is None
-
-
 def behaves_as(mistake: Outcomes, other: Outcomes, order: Iterable[int]) -> bool:
-    """Whether all results are those of a mistake."""
-    return all(same_in(i, mistake, other) for i in order)
+    """Whether all results are those of a mistake.
+
+    Where a mistake leaves a row without keys, some get NaN and some zeros: NaN is passed over.
+    Two texts with one mistake raise in the same cases, each in words of its own.
+    """
+    for i in order:
+        known, theirs = mistake[i], other[i]
+        how = mistake.cases[i].how
+        if not alike(with_zeros(known, theirs), with_zeros(theirs, known), how):
+            return False
+    return True
+
+
+def with_zeros(outcome: dict[str, object], other: dict[str, object]) -> dict[str, object]:
+    """An outcome whose missing gradients are zeros of the other's shapes: 0 * q, or no q at all."""
+    found = dict(outcome)
+    for key, value in other.items():
+        if key in found and found[key] is None and isinstance(value, Tensor):
+            found[key] = torch.zeros_like(value)
+    return found
+
+
+def alike(known: dict, theirs: dict, how: Expectation) -> bool:
+    """Whether a submission gives what a mistake gives, but for NaN and the words of an error."""
+    if "raised" in known and "raised" in theirs:
+        kinds = [problem_of(one).split(":")[0].split(".")[-1] for one in (known, theirs)]
+        return kinds[0] == kinds[1]
+    found = first_difference(known, theirs, how)
+    if found is None or found.where in ("trouble", "raised"):
+        return found is None
+    pairs = [(want, theirs.get(key)) for key, want in known.items()]
+    if not all(isinstance(t, Tensor) for pair in pairs for t in pair):
+        return False
+    if any(want.shape != have.shape or want.dtype != have.dtype for want, have in pairs):
+        return False
+    if not all(have.is_floating_point() for _, have in pairs):
+        return False
+    numbers = [~have.isnan() for _, have in pairs]
+    if all(kept.all() for kept in numbers) or not any(kept.sum() > 1 for kept in numbers):
+        return False
+    seen = [(want[kept], have[kept]) for (want, have), kept in zip(pairs, numbers)]
+    return all(tensor_difference(want, have, how) is None for want, have in seen)
 
 
 def case_order(answer: Outcomes, wrong: Wrong) -> list[int]:
@@ -85,10 +128,12 @@ def returns_anything(theirs: Outcomes) -> bool:
     return any("raised" not in theirs[i] for i in range(len(theirs.cases)))
 
 
-def nearness(mistake: Outcomes, theirs: Outcomes) -> int:
-    """The size of the largest gap in decades: of two mistakes that fit, which is nearer."""
-    gaps = [largest_gap(mistake[i], theirs[i]) for i in range(len(theirs.cases))]
-    return math.floor(math.log10(max(gaps) + 1e-9))
+def nearness(mistake: Outcomes, theirs: Outcomes) -> tuple[bool, int]:
+    """Of two mistakes that fit, which is nearer: without NaN passed over, then by decades."""
+    cases, places = theirs.cases, range(len(theirs.cases))
+    strict = all(first_difference(mistake[i], theirs[i], cases[i].how) is None for i in places)
+    gaps = [largest_gap(mistake[i], theirs[i]) for i in places]
+    return not strict, math.floor(math.log10(max(gaps) + 1e-9))
 
 
 def nearest_mistake(name: str, theirs: Outcomes, order: list[int]) -> Mistake | None:
@@ -101,20 +146,34 @@ def nearest_mistake(name: str, theirs: Outcomes, order: list[int]) -> Mistake | 
     return min(fitting)[2] if fitting else None
 
 
-def is_telling(outcome: dict[str, object]) -> bool:
-    """Whether equal results are hardly chance: real numbers, several of them."""
-    return any(
-        isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
-        for value in outcome.values()
-    )
+def explained_results(answer: dict, mistake: dict, theirs: dict, how: Expectation) -> list[object]:
+    """The results that are wrong as a mistake makes them wrong."""
+    if any(problem_of(one) is not None for one in (answer, mistake, theirs)):
+        return []
+    found = []
+    for key, right in answer.items():
+        if key not in mistake or key not in theirs:
+            continue
+        if (
+            difference_in_words(right, theirs[key], how) is not None
+            and difference_in_words(right, mistake[key], how) is not None
+            and difference_in_words(mistake[key], theirs[key], how) is None
+        ):
+            found.append(theirs[key])
+    return found
+
+
+def is_telling(value: object) -> bool:
+    """Whether an equal result is hardly chance: real numbers, several of them."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
 
 
 def explained_alone(
     name: str, theirs: Outcomes, wrong: Wrong, mistakes: Iterable[Mistake]
 ) -> list[tuple[Mistake, int]]:
-    """Mistakes that give what a submission gives in some failing case, most cases first.
+    """Mistakes that give some wrong result of a submission, those of most results first.
 
-    The number is that of cases whose results are hardly equal by chance.
+    The number is that of results that are hardly equal by chance.
     """
     answer, found = answer_outcomes(name), []
     order = [i for i in case_order(answer, wrong) if i in {i for i, _ in wrong}]
@@ -123,13 +182,12 @@ def explained_alone(
     for mistake in mistakes:
         if time.process_time() > until:
             break
-        outcomes, cases, telling = answer_outcomes(name, mistake), 0, 0
+        outcomes, results = answer_outcomes(name, mistake), []
         for i in order:
-            if same_in(i, outcomes, theirs) and not same_in(i, answer, outcomes):
-                cases += 1
-                telling += is_telling(theirs[i])
-        if cases:
-            found.append((mistake, cases, telling))
+            how = answer.cases[i].how
+            results += explained_results(answer[i], outcomes[i], theirs[i], how)
+        if results:
+            found.append((mistake, len(results), sum(map(is_telling, results))))
     found.sort(key=lambda item: -item[1])
     return [(mistake, telling) for mistake, _, telling in found]
 
@@ -154,7 +212,8 @@ def named_function_mistake(name: str, theirs: Outcomes, wrong: Wrong) -> Named |
         return Named((single,))
     explained = explained_alone(name, theirs, wrong, known_mistakes(name))
     until = time.process_time() + PAIRS_SECONDS
-    for pair in pairs_with(name, [mistake for mistake, _ in explained]):
+    first = dict.fromkeys(mistake for mistake, _ in explained) | dict.fromkeys(mistakes_of(name))
+    for pair in pairs_with(name, first):
         if behaves_as(answer_outcomes(name, *pair), theirs, order):
             return Named(pair)
         if time.process_time() > until:

@@ -39,12 +39,43 @@ class Progress:
         """The first day on which each exercise was right."""
         return {name: str(day) for name, day in self.table("solved").items() if name in TASKS}
 
-    def remember_solved(self, names: list[str]) -> None:
-        """Note today for those that are new."""
-        today = time.strftime("%Y-%m-%d")
-        new = {name: today for name in names if name not in self.solved}
+    def record(self, name: str) -> dict:
+        """What is known of an exercise, by key.
+
+        right: the days on which it was; failed: the day when it was wrong and not right since;
+        mistake: the last one; blank: the time of its template; seconds: from there to right.
+        """
+        found = self.table("tries").get(name)
+        record = dict(found) if isinstance(found, dict) else {}
+        if not isinstance(record.get("right"), list):
+            record["right"] = [self.solved[name]] if name in self.solved else []
+        return record
+
+    def remember_blank(self, names: list[str]) -> None:
+        """Note that a template was taken, from which the seconds to the right answer count."""
+        self._remember({name: {"blank": int(time.time())} for name in names})
+
+    def remember_tries(self, mistakes: dict[str, str | None], right: list[str]) -> None:
+        """Note what was wrong, with the mistake by name, and what was right, with its seconds."""
+        today, now, new = time.strftime("%Y-%m-%d"), time.time(), {}
+        for name, mistake in mistakes.items():
+            new[name] = {"failed": today, "mistake": mistake}
+        for name in right:
+            record = self.record(name)
+            days = record["right"] + [today] * (today not in record["right"])
+            new[name] = {"right": days, "failed": None}
+            if "blank" in record and "seconds" not in record:
+                new[name]["seconds"] = int(now - record["blank"])
+        first = {name: today for name in right if name not in self.solved}
+        if first:
+            self.content["solved"] = {**self.solved, **first}
+        self._remember(new)
+
+    def _remember(self, new: dict[str, dict]) -> None:
+        """Add to the records of exercises; names that are none are left alone."""
+        new = {name: {**self.record(name), **more} for name, more in new.items() if name in TASKS}
         if new:
-            self.content["solved"] = {**self.solved, **new}
+            self.content["tries"] = {**self.table("tries"), **new}
             self.write()
 
     def hints_given(self, name: str, mistake: str) -> int:

@@ -49,6 +49,8 @@ def ready_layer(name: str, answer: Callable) -> str | None:
 
 def ready_class(cls: type) -> str | None:
     """A layer of torch that a class inherits from, or builds and calls for the whole piece."""
+    if not issubclass(cls, nn.Module):
+        return None
     inherited = [one for one in CLASSES if issubclass(cls, one)]
     if inherited:
         return f"nn.{inherited[0].__name__}"

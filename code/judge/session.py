@@ -17,6 +17,7 @@ class Trial:
 
     source: Source
     names: list[str] | None = None
+    case: bool = False  # with the failing case as lines for a REPL
     limits: Limits = field(default_factory=Limits)
     printed: str = ""
     notes: list[str] = field(default_factory=list)
@@ -44,7 +45,8 @@ class Trial:
             left = missing[1:]
 
     def _request(self, names: list[str] | None) -> dict:
-        return {"text": self.source.text, "filename": self.source.filename, "names": names}
+        text, filename = self.source.text, self.source.filename
+        return {"text": text, "filename": filename, "names": names, "case": self.case}
 
     def _failed(self, name: str | None, child: Child) -> Verdict:
         """The verdict on an exercise that has ended the process, or was ended with it."""

@@ -72,9 +72,11 @@ class Source:
         return found
 
     def is_numpy(self, name: str) -> bool:
-        """Whether an answer uses NumPy and not torch."""
+        """Whether an answer uses NumPy and not torch, or stands in a file that does."""
         nodes = [self.definitions[one] for one in self.needed_by(name)]
         used = {self.imported.get(word) for node in nodes for word in names_used(node)}
+        if not used & {"numpy", "torch"}:
+            used = set(self.imported.values())
         return "numpy" in used and "torch" not in used
 
 
@@ -123,10 +125,11 @@ def with_context(cell: str, before: list[str]) -> str:
             continue
         shift = len(lines)
         lines += found.lines
-        for node in (*found.imports, *found.definitions.values()):
+        named = Source(text, "").definitions  # assignments too
+        for node in dict.fromkeys((*found.imports, *named.values())):
             ast.increment_lineno(node, shift)
         imports += found.imports
-        definitions |= found.definitions
+        definitions |= named
     return needed_text(Text(imports, definitions, lines), cell) + cell
 
 
@@ -143,14 +146,15 @@ def needed_text(before: Text, cell: str) -> str:
         if name in before.definitions and name not in needed:
             needed.add(name)
             queue += names_used(before.definitions[name])
-    nodes = [before.definitions[name] for name in needed]
+    nodes = list(dict.fromkeys(before.definitions[name] for name in needed))
     used |= set().union(*map(names_used, nodes)) if nodes else set()
     heads = [
         ast.unparse(node)
         for node in before.imports
         if {(a.asname or a.name).split(".")[0] for a in node.names} & used
     ]
-    starts = [min([n.lineno, *(d.lineno for d in n.decorator_list)]) - 1 for n in nodes]
+    decorators = [getattr(node, "decorator_list", []) for node in nodes]
+    starts = [min([n.lineno, *(d.lineno for d in ds)]) - 1 for n, ds in zip(nodes, decorators)]
     order = sorted(zip(starts, (n.end_lineno for n in nodes)))
     parts = ["\n".join(before.lines[start:end]) for start, end in order]
     return "\n\n".join([*dict.fromkeys(heads), *parts, ""])

@@ -77,6 +77,7 @@ def reset_settings() -> None:
 def neutral() -> Iterator[None]:
     """The settings of the judge inside, those of the caller afterwards."""
     dtype, threads, rng = torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state()
+    depth = sys.getrecursionlimit()
     try:
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,6 +88,7 @@ def neutral() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         torch.set_rng_state(rng)
+        sys.setrecursionlimit(depth)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What `blank` prints: signatures and docstrings, with empty bodies."""
 
 import ast
+import re
 import textwrap
 
 from judge.answers import whiteboard
@@ -32,5 +33,6 @@ def template(name: str) -> str:
 
 
 def signature(node: ast.FunctionDef) -> str:
-    """Its first line as it stands in the answer."""
-    return whiteboard().lines[node.lineno - 1].rstrip()
+    """Its first line as in the answer, without a body behind it or private arguments."""
+    line = re.sub(r", _\w+=\(\)", "", whiteboard().lines[node.lineno - 1].rstrip())
+    return line if line.endswith(":") else line.partition("): ")[0] + "):"

@@ -36,7 +36,7 @@ def cards(notes: str) -> list[tuple[str, str, str]]:
     """Front, back and tag, in Markdown."""
     found = []
     for question, answer in DETAILS.findall(section_of(notes, "9")):
-        if re.match(r"\W*(<\w+>)?\W*Q\d+", question.strip()):
+        if re.match(r"(?:<[^>]+>|\W)*Q\d+", question):
             found.append((question.strip(), answer.strip(), "question"))
     claims = section_of(notes, "8.2")
     found += [(claim, answer.strip(), "claim") for claim, answer in CLAIM.findall(claims)]

@@ -22,7 +22,13 @@ settings.load_profile("ci")
 
 # A file stays on one core, where what its tests share is made once; the longest come first. The
 # tests of these share nothing: they are dealt out singly at the end, so that no core waits long.
-LONG = ("test_compile", "test_checkpoints", "test_script", "test_planted_faults")
+LONG = (
+    "test_compile",
+    "test_script",
+    "test_planted_faults",
+    "test_checkpoints",
+    "test_after_2025",
+)
 SINGLE = ("test_practice",)
 
 
@@ -43,6 +49,12 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     order = {name: place - len(LONG) for place, name in enumerate(LONG)} | dict.fromkeys(SINGLE, 1)
     items.sort(key=lambda item: order.get(item.path.stem, 0))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """Every test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish():

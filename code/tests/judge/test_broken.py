@@ -88,7 +88,7 @@ def judged(label: str, text: str, mine: Path) -> list[Verdict]:
     mine.write_text(text)
     names = [NAMED[label]] if label in NAMED else None
     if label in PROCESS:
-        return list(Trial(Source(text, str(mine)), names, LIMITS).verdicts())
+        return list(Trial(Source(text, str(mine)), names, limits=LIMITS).verdicts())
     return judge(text, names, str(mine))
 
 

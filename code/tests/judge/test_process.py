@@ -75,7 +75,8 @@ def test_what_is_written_to_any_file_is_no_message(run):
     ],
 )
 def test_limits_and_crashes_are_told_apart(run, code, kind, words):
-    messages, child = run(code, Limits(computing=0.3, clock=1.0))
+    clock = 1.0 if kind == "clock" else 60.0
+    messages, child = run(code, Limits(computing=0.3, clock=clock))
     assert messages == BOTH[:1]
     assert child.failure.kind == kind and child.failure.stage == "first"
     assert words in child.failure.words

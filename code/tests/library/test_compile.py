@@ -40,18 +40,8 @@ BLOCKS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Two gain nothing at these sizes, and wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch.manual_seed(0)
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -73,7 +63,7 @@ def output_and_gradients(block: nn.Module, call, x: Tensor, others: tuple) -> li
 
 @pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_each_block_is_one_graph_forward_and_backward(name, path):
+def test_block_is_one_graph(name, path):
     make, others = BLOCKS[name]
     block, x = on_path(make(), path).double(), torch.randn(B, T, D, dtype=torch.float64)
     others = tuple(other.double() for other in others)
@@ -84,7 +74,7 @@ def test_each_block_is_one_graph_forward_and_backward(name, path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend needs a C++ compiler")
-def test_the_default_backend_compiles_a_block():
+def test_default_backend():
     block, x = tb.ModernDecoderBlock(D, H, G, D_FF), torch.randn(B, T, D)
     compiled = torch.compile(block, fullgraph=True)
     results = output_and_gradients(block, compiled, x, (COS, SIN))
@@ -93,7 +83,7 @@ def test_the_default_backend_compiles_a_block():
 
 
 @pytest.mark.parametrize("name", ["modern", "latent"])
-def test_an_exported_block_takes_other_batches_and_lengths(name):
+def test_exported_block(name):
     make, others = BLOCKS[name]
     block, any_size = make(), torch.export.Dim.DYNAMIC
     sizes = {"x": {0: any_size, 1: any_size}, "cos": None, "sin": None}
@@ -106,7 +96,7 @@ def test_an_exported_block_takes_other_batches_and_lengths(name):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # no vmap rule: it loops
 @pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_per_sample_gradients_are_those_of_a_loop(name, path):
+def test_per_sample_gradients(name, path):
     make, others = BLOCKS[name]
     block = on_path(make(), path).double()
     others = tuple(other[:1].double() if other.dim() == 3 else other for other in others)
@@ -152,7 +142,7 @@ WITH_CACHE = ["GPT-2", "modern", "parallel", "branch norm", "latent"]
 @needs_one_graph
 @pytest.mark.parametrize("name", WITH_CACHE)
 @torch.no_grad()
-def test_with_a_cache_of_fixed_size_the_prompt_and_the_first_step_compile(name):
+def test_graphs_with_a_fixed_cache(name):
     make, others = BLOCKS[name]
     assert compiling_steps(make(), others, tb.KVCache(MAX_LEN)) == {0, 1}
 
@@ -160,7 +150,7 @@ def test_with_a_cache_of_fixed_size_the_prompt_and_the_first_step_compile(name):
 @needs_one_graph
 @pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
 @torch.inference_mode()
-def test_with_a_growing_cache_the_first_two_steps_and_the_next_growth_compile(path):
+def test_graphs_with_a_growing_cache(path):
     # A prompt of 5 gets a buffer of 5, step 1 one of 12: with numbers that is a graph. Step 2 finds
     # room: another one. Step 8 is the next to grow it, and from there on the room is a variable.
     block = on_path(tb.ModernDecoderBlock(D, H, G, D_FF), path)
@@ -171,7 +161,7 @@ def test_with_a_growing_cache_the_first_two_steps_and_the_next_growth_compile(pa
 
 
 @needs_one_graph
-def test_training_through_a_cache_the_prompt_and_two_steps_compile():
+def test_graphs_of_cached_training():
     make, others = BLOCKS["modern"]
     assert compiling_steps(make(), others, tb.KVCache()) == {0, 1, 2}  # it concatenates
 
@@ -183,6 +173,56 @@ def test_training_through_a_cache_the_prompt_and_two_steps_compile():
 
 def make_lm(**options) -> tb.DecoderOnlyLM:
     return tb.DecoderOnlyLM(31, D, 2, H, G, D_FF, max_len=MAX_LEN, **options).double()
+
+
+MODELS = {
+    "modern": {},
+    "windows, untied": {"windows": [3, None], "tie_embeddings": False},
+    "parallel": {"make_block": lambda _: tb.ParallelDecoderBlock(D, H, G, D_FF)},
+    "branch norm": {"make_block": lambda _: tb.BranchNormDecoderBlock(D, H, G, D_FF)},
+    "latent": {"make_block": lambda _: BLOCKS["latent"][0]()},
+    "sinks": {
+        "make_block": lambda _: tb.ModernDecoderBlock(
+            D, attn=tb.MultiHeadAttention(D, H, G, rope=True, attend=tb.SinkAttention(H))
+        )
+    },
+    "fused": {
+        "make_block": lambda _: tb.ModernDecoderBlock(
+            D, attn=tb.MultiHeadAttention(D, H, G, rope=True, attend=tb.attend_fused)
+        )
+    },
+}
+
+
+def graphs_of_steps(model, caches, steps):
+    """How many graphs a prompt and these steps take, each step compared."""
+    counter = CompileCounterWithBackend("eager")
+    compiled, plain = torch.compile(model, backend=counter), model.new_caches()
+    ids = torch.randint(0, 31, (B, 4))
+    for _ in range(steps + 1):
+        wanted = model(ids, kv_caches=plain, last_only=True)
+        torch.testing.assert_close(compiled(ids, kv_caches=caches, last_only=True), wanted)
+        ids = wanted.argmax(dim=-1)
+    return counter.frame_count
+
+
+@needs_one_graph
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_model_with_fixed_caches(name):
+    torch._dynamo.reset()
+    model = tb.DecoderOnlyLM(31, D, 2, H, G, D_FF, max_len=64, **MODELS[name]).double()
+    assert graphs_of_steps(model, [tb.KVCache(64) for _ in model.blocks], 20) == 2
+
+
+@needs_one_graph
+@pytest.mark.parametrize("name", ["modern", "latent"])
+@torch.no_grad()
+def test_model_with_growing_caches(name):
+    torch._dynamo.reset()
+    model = tb.DecoderOnlyLM(31, D, 2, H, G, D_FF, max_len=64, **MODELS[name]).double()
+    # 4 tokens, then room for 9, 19 and 39: three growths, and from the second on it is a variable.
+    assert graphs_of_steps(model, model.new_caches(), 20) <= 2 + 3
 
 
 IDS = torch.randint(0, 31, (B, T), generator=torch.Generator().manual_seed(0))
@@ -199,7 +239,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_the_model_without_a_cache_is_one_graph_forward_and_backward(case):
+def test_model_is_one_graph(case):
     options, given = CALLS[case]
     options = dict(options)
     path = options.pop("path", tb.attend)
@@ -215,7 +255,7 @@ def test_the_model_without_a_cache_is_one_graph_forward_and_backward(case):
 
 
 @pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
-def test_a_second_length_makes_the_length_a_variable(path):
+def test_second_length_is_a_variable(path):
     block, graphs = on_path(tb.ModernDecoderBlock(D, H, G, D_FF), path), CompileCounter()
     compiled = torch.compile(block, fullgraph=True, backend=graphs)
     for length in (5, 7, 9, 12):
@@ -224,7 +264,7 @@ def test_a_second_length_makes_the_length_a_variable(path):
     assert graphs.frame_count == 2
 
 
-def test_an_exported_model_takes_other_batches_and_lengths():
+def test_exported_model():
     model, any_size = make_lm(), torch.export.Dim.DYNAMIC
     program = torch.export.export(model, (IDS,), dynamic_shapes={"ids": {0: any_size, 1: any_size}})
     for shape in ((B, T), (B + 1, 2 * T)):
@@ -241,7 +281,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_the_loss_is_one_graph_forward_and_backward(case):
+def test_loss_is_one_graph(case):
     logits = torch.randn(B, T, 31, dtype=torch.float64, requires_grad=True)
     wanted = tb.next_token_loss(logits, IDS, **LOSSES[case])
     compiled = torch.compile(tb.next_token_loss, fullgraph=True, backend="aot_eager")
@@ -254,7 +294,7 @@ def test_the_loss_is_one_graph_forward_and_backward(case):
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_the_loss_under_vmap_and_grad_is_that_of_a_loop(case):
+def test_loss_under_vmap_and_grad(case):
     logits = torch.randn(3, B, T, 31, dtype=torch.float64)
     ids = torch.randint(0, 31, (3, B, T))
 
@@ -269,7 +309,7 @@ def test_the_loss_under_vmap_and_grad_is_that_of_a_loop(case):
         torch.testing.assert_close(together[0][row], torch.autograd.grad(alone, [leaf])[0])
 
 
-def test_per_sample_gradients_of_the_model_are_those_of_a_loop():
+def test_per_sample_model_gradients():
     model = make_lm()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 

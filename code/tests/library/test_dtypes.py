@@ -7,10 +7,21 @@ import pickle
 import pytest
 import torch
 import transformer_block as tb
-from test_cache import COS, D_FF, DECODERS, SIN, D, make, make_lm, run
+from blocks import (
+    COS,
+    D_FF,
+    DECODERS,
+    LAYERS_2017,
+    SIN,
+    D,
+    attention,
+    decoder,
+    language_model,
+    latent,
+    randomised,
+    run,
+)
 from torch import nn
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 # Largest difference to the float64 run, relative to its largest value.
 TOLERANCE = {
@@ -35,31 +46,21 @@ def rotated(module, x):
 OTHERS = {
     "rms_norm": (lambda: tb.RMSNorm(D), lambda m, x: m(x)),
     "attention": (
-        lambda: tb.MultiHeadAttention(
-            D, 4, 2, head_dim=4, bias=True, rope=True, qk_norm=True, logit_softcap=3.0
-        ),
+        lambda: attention(bias=True, qk_norm=True, logit_softcap=3.0),
         rotated,
     ),
-    "attention fused": (
-        lambda: tb.MultiHeadAttention(D, 4, 2, head_dim=4, rope=True, attend=tb.attend_fused),
-        rotated,
-    ),
+    "attention fused": (lambda: attention(attend=tb.attend_fused), rotated),
     "cross attention": (
         lambda: tb.MultiHeadAttention(D, 4, 2),
         lambda m, x: m(x, x[:, :3], key_padding_mask=KEEP[:, :3])[0],
     ),
-    "latent attention": (
-        lambda: tb.MultiHeadLatentAttention(
-            D, 4, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2, q_rank=6
-        ),
-        rotated,
-    ),
+    "latent attention": (lambda: latent(q_rank=6), rotated),
     "dense": (lambda: tb.DenseFFN(D, D_FF, bias=True), lambda m, x: m(x)),
     "gated": (lambda: tb.GatedFFN(D, D_FF, bias=True), lambda m, x: m(x)),
     "moe": (lambda: tb.MoEFFN(D, D_FF), lambda m, x: m(x)),
-    "encoder": (lambda: tb.VanillaEncoderLayer2017(D, 4, D_FF), lambda m, x: m(x, KEEP)),
+    "encoder": (LAYERS_2017["encoder"], lambda m, x: m(x, KEEP)),
     "seq2seq": (
-        lambda: tb.VanillaSeq2SeqDecoderLayer2017(D, 4, D_FF),
+        LAYERS_2017["seq2seq"],
         lambda m, x: m(x, x[:, 1:] * 0.5, key_padding_mask=KEEP),
     ),
 }
@@ -70,12 +71,9 @@ def build(kind):
     """The module in float64 with random parameters, and its call."""
     torch.manual_seed(0)
     if kind in DECODERS:
-        return make(kind), run
-    module = OTHERS[kind][0]().double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5)
-    return module, OTHERS[kind][1]
+        return decoder(kind), run
+    make, call = OTHERS[kind]
+    return randomised(make()), call
 
 
 def draw(dtype=torch.float64):
@@ -94,7 +92,7 @@ def assert_near(got, wanted, tolerance):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", MODULES)
-def test_output_has_the_dtype_of_the_input_and_is_near_the_float64_run(kind, dtype):
+def test_output_near_the_float64_run(kind, dtype):
     module, call = build(kind)
     narrow = copy.deepcopy(module).to(dtype)
     exact = copy.deepcopy(narrow).double()  # the rounded weights, so only the arithmetic differs
@@ -109,7 +107,7 @@ def test_output_has_the_dtype_of_the_input_and_is_near_the_float64_run(kind, dty
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", DECODERS)
-def test_cached_decoding_is_near_the_float64_run(kind, dtype):
+def test_decoding_near_the_float64_run(kind, dtype):
     module, call = build(kind)
     narrow = module.to(dtype)
     exact = copy.deepcopy(narrow).double()
@@ -121,8 +119,8 @@ def test_cached_decoding_is_near_the_float64_run(kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_model_logits_generate_and_loss(dtype):
-    model = make_lm(logit_softcap=20.0).to(dtype)
+def test_model_in_each_dtype(dtype):
+    model = language_model(logit_softcap=20.0).to(dtype)
     ids = torch.arange(10).view(2, 5)
     logits = model(ids)
     assert logits.dtype == dtype
@@ -135,7 +133,7 @@ def test_model_logits_generate_and_loss(dtype):
 
 @pytest.mark.parametrize("autocast", HALF)
 @pytest.mark.parametrize("kind", MODULES)
-def test_autocast_is_near_the_float64_run_cached_and_backward(kind, autocast):
+def test_autocast_near_the_float64_run(kind, autocast):
     module, call = build(kind)
     x = draw(torch.float32)
     wanted = call(module, x.double())
@@ -151,8 +149,8 @@ def test_autocast_is_near_the_float64_run_cached_and_backward(kind, autocast):
     assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
 
 
-def test_autocast_of_the_model_gives_a_loss_and_gradients():
-    model, ids = make_lm().float(), torch.arange(10).view(2, 5)
+def test_autocast_of_the_model():
+    model, ids = language_model().float(), torch.arange(10).view(2, 5)
     wanted = tb.next_token_loss(model(ids), ids)
     with torch.autocast("cpu", torch.bfloat16):
         loss = tb.next_token_loss(model(ids), ids)
@@ -169,9 +167,8 @@ def test_autocast_of_the_model_gives_a_loss_and_gradients():
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("keep", [None, torch.tensor([[1, 0, 1]]).bool()])
-def test_scores_that_fit_once_scaled_do_not_overflow(path, keep):
+def test_scaled_scores_do_not_overflow(path, keep):
     """40 * 40 * 64 is past 65504, an eighth of it is not."""
-    torch.manual_seed(0)
     q = torch.full((1, 2, 3, 64), 40.0).half().requires_grad_()
     k = torch.full((1, 1, 3, 64), 40.0).half()
     v = torch.randn(1, 1, 3, 4).half()
@@ -184,7 +181,7 @@ def test_scores_that_fit_once_scaled_do_not_overflow(path, keep):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_scores_that_fit_once_scaled_by_a_small_scale_do_not_overflow(path):
+def test_small_scale_does_not_overflow(path):
     q = torch.full((1, 1, 2, 4), 1000.0).half()
     k = torch.tensor([[1000.0] * 4, [999.0] * 4]).half().view(1, 1, 2, 4)
     v = torch.eye(2).half().view(1, 1, 2, 2)
@@ -194,7 +191,7 @@ def test_scores_that_fit_once_scaled_by_a_small_scale_do_not_overflow(path):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_soft_cap_is_computed_in_float32(dtype):
+def test_soft_cap_in_float32(dtype):
     """In half, 100 * tanh(1.01) - 100 * tanh(1) is off by a tenth and more."""
     q = torch.tensor([100.0, 101.0], dtype=dtype).view(1, 1, 1, 2)
     one_hot = torch.eye(2, dtype=dtype).view(1, 1, 2, 2)
@@ -207,7 +204,7 @@ def test_soft_cap_is_computed_in_float32(dtype):
     "cached",
     [False, True],
 )
-def test_latent_scores_that_fit_once_scaled_do_not_overflow(cached):
+def test_latent_scores_do_not_overflow(cached):
     """The unscaled product of a query with kv_up is 200 * 10 * 64, past 65504; an eighth fits."""
     attn = tb.MultiHeadLatentAttention(64, 1, kv_rank=4, rope_dim=2, nope_dim=62, v_dim=4)
     with torch.no_grad():
@@ -237,7 +234,7 @@ def rotated_once(attn, x, cached):
 
 
 @pytest.mark.parametrize("value", [300.0, 6e4, 1e-3])
-def test_rms_norm_in_half_neither_overflows_nor_vanishes(value):
+def test_rms_norm_in_half(value):
     out = tb.RMSNorm(4).half()(torch.full((2, 4), value).half())
     torch.testing.assert_close(out.float(), torch.full((2, 4), 1.0), rtol=0, atol=0.3 * (value < 1))
     small = tb.RMSNorm(4, eps=1e-12).half()(torch.full((2, 4), 1e-3).half())
@@ -246,7 +243,7 @@ def test_rms_norm_in_half_neither_overflows_nor_vanishes(value):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", DECODERS)
-def test_large_activations_and_dead_rows_stay_finite(kind, dtype):
+def test_large_activations_stay_finite(kind, dtype):
     module, call = build(kind)
     module.to(dtype)
     x = (30 * draw()).to(dtype)
@@ -259,7 +256,7 @@ def test_large_activations_and_dead_rows_stay_finite(kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rotation_is_that_of_float32_rounded_once(dtype):
+def test_rotation_is_rounded_once(dtype):
     cos, sin = tb.build_rope_cache(400, 8)
     x = draw().reshape(B, 1, T, D)[..., :8].to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -274,14 +271,14 @@ def test_rotation_is_that_of_float32_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rope_tables_in_each_dtype_are_the_float32_table_cast(dtype):
+def test_rope_tables_in_each_dtype(dtype):
     wide, narrow = tb.build_rope_cache(4096, 8), tb.build_rope_cache(4096, 8, dtype=dtype)
     for table, cast in zip(wide, narrow):
         assert cast.dtype == dtype
         assert torch.equal(cast, table.to(dtype))
 
 
-def test_model_tables_stay_float32_after_a_cast():
+def test_tables_stay_float32_in_a_cast():
     """Positions past 256 collide in bfloat16: logits far out must not change with the casts."""
     model = tb.DecoderOnlyLM(23, 12, 1, 3, 1, 10, max_len=700)
     ids = torch.arange(600).view(1, 600) % 23
@@ -294,8 +291,8 @@ def test_model_tables_stay_float32_after_a_cast():
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_blocks_get_float32_tables_from_a_model_in_half(dtype):
-    model, seen = make_lm().to(dtype), []
+def test_blocks_get_float32_tables(dtype):
+    model, seen = language_model().to(dtype), []
     model.blocks[0].register_forward_pre_hook(
         lambda block, args, options: seen.append((options["cos"], options["sin"])), with_kwargs=True
     )
@@ -312,7 +309,7 @@ def test_blocks_get_float32_tables_from_a_model_in_half(dtype):
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("keep", [None, torch.ones(3, 3).bool(), torch.ones(3, 3).bool().tril()])
-def test_nan_query_row_is_a_nan_output_row(keep, cap):
+def test_nan_query_is_a_nan_row(keep, cap):
     q, k = torch.randn(1, 4, 3, 2), torch.randn(1, 2, 3, 2)
     q[0, 1, 2] = torch.nan
     outs = [tb.attend(q, k, k, keep, logit_softcap=cap)]
@@ -325,7 +322,7 @@ def test_nan_query_row_is_a_nan_output_row(keep, cap):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODULES if "fused" not in kind])
-def test_nan_token_stays_nan_and_reaches_no_other_sequence(kind):
+def test_nan_token_stays_in_its_row(kind):
     module, call = build(kind)
     x, wanted = draw(), call(module, draw())
     x[1, 4] = torch.nan
@@ -349,7 +346,7 @@ def duplicates(module):
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_deepcopy_and_pickle_also_after_a_forward_with_grad(kind):
+def test_copies_after_a_forward(kind):
     module, call = build(kind)
     wanted = call(module, draw())
     for other in duplicates(module):
@@ -358,8 +355,8 @@ def test_deepcopy_and_pickle_also_after_a_forward_with_grad(kind):
         assert not {p.data_ptr() for p in mine} & {p.data_ptr() for p in theirs}
 
 
-def test_deepcopy_and_pickle_of_the_model_also_after_a_forward_with_grad():
-    model = make_lm(make_block=lambda layer: make_moe_block(), windows=[2, None])
+def test_copies_of_the_model():
+    model = language_model(make_block=lambda _: DECODERS["modern mla moe"](3, 1), windows=[2, None])
     ids = torch.arange(10).view(2, 5)
     wanted = model(ids)
     for other in duplicates(model):
@@ -368,12 +365,7 @@ def test_deepcopy_and_pickle_of_the_model_also_after_a_forward_with_grad():
         assert other.embedding.weight is not model.embedding.weight
 
 
-def make_moe_block():
-    attn = tb.MultiHeadAttention(D, 3, 1, rope=True)
-    return tb.ModernDecoderBlock(D, attn=attn, ffn=tb.MoEFFN(D, D_FF))
-
-
-def test_moe_keeps_its_statistics_in_a_copy():
+def test_moe_statistics_in_a_copy():
     moe = tb.MoEFFN(D, D_FF)
     moe(torch.randn(3, D))
     for other in duplicates(moe):
@@ -404,7 +396,7 @@ def test_state_dict_round_trip(kind, assign):
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_cpu_call_inside_a_meta_context(kind):
+def test_cpu_call_in_a_meta_context(kind):
     module, call = build(kind)
     x, wanted = draw(), call(module, draw())
     with torch.device("meta"):
@@ -418,8 +410,8 @@ def test_cpu_call_inside_a_meta_context(kind):
                     torch.testing.assert_close(torch.cat(chunks, dim=1), wanted)
 
 
-def test_cpu_functions_inside_a_meta_context():
-    model, ids = make_lm(windows=[2, None]), torch.arange(10).view(2, 5)
+def test_functions_in_a_meta_context():
+    model, ids = language_model(windows=[2, None]), torch.arange(10).view(2, 5)
     keep = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
     loss, tokens = tb.next_token_loss(model(ids), ids, keep), model.generate(ids, 3)
     logits = torch.randn(2, 9)
@@ -443,7 +435,7 @@ def test_cpu_functions_inside_a_meta_context():
 
 @pytest.mark.parametrize("filled", ["to_empty", "assign"])
 @pytest.mark.parametrize("kind", MODULES)
-def test_module_built_under_meta_and_filled(kind, filled):
+def test_module_built_under_meta(kind, filled):
     module, call = build(kind)
     wanted = call(module, draw())
     with torch.device("meta"):
@@ -461,8 +453,8 @@ def fill(other, module, how):
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("filled", ["to_empty", "assign"])
-def test_model_built_under_meta_and_filled(filled, tie):
-    model, ids = make_lm(tie_embeddings=tie), torch.arange(10).view(2, 5)
+def test_model_built_under_meta(filled, tie):
+    model, ids = language_model(tie_embeddings=tie), torch.arange(10).view(2, 5)
     with torch.device("meta"):
         other = tb.DecoderOnlyLM(23, D, 2, 3, 1, D_FF, max_len=40, tie_embeddings=tie)
     assert all(parameter.is_meta for parameter in other.parameters())
@@ -472,15 +464,15 @@ def test_model_built_under_meta_and_filled(filled, tie):
     assert torch.equal(other.generate(ids, 3), model.generate(ids, 3))
 
 
-def test_model_moved_to_meta_and_filled_again_still_has_its_tables():
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+def test_model_moved_to_meta_and_back():
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     state, wanted = copy.deepcopy(model.state_dict()), model(ids)
     model.to("meta").to_empty(device="cpu").load_state_dict(state)
     assert torch.equal(model(ids), wanted)
 
 
-def test_module_in_a_parent_is_cast_and_filled_with_it():
-    model, ids = make_lm(), torch.arange(10).view(2, 5)
+def test_model_in_a_parent():
+    model, ids = language_model(), torch.arange(10).view(2, 5)
     parent, wanted = nn.ModuleDict({"lm": model}).float(), model(ids)
     state = copy.deepcopy(parent.state_dict())
     assert [name for name in state if "block" not in name] == [

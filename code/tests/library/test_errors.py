@@ -14,9 +14,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformer_block as tb
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 SCRIPT = Path(tb.__file__)
 NO_LIBRARY = ("demo_", "check_", "reference_", "main")
@@ -219,7 +219,9 @@ def model_call(method):
     def make():
         built = model().train()
         built.blocks[0].eval()
-        return getattr(built, method), [built]
+        worked = []  # what is refused is refused before any work
+        built.blocks[0].register_forward_hook(lambda *_: worked.append("a block"))
+        return getattr(built, method), [built, worked]
 
     padding = tensor(bools(B, T), "bool")
     ids = tensor(IDS, "integer", free=(0, 1), optional=False)
@@ -242,8 +244,8 @@ def model_call(method):
     if method == "stream":  # what lies in ids is seen by the first step
         ids = [w for w in ids if w.label not in ("past V", "negative")]
     ids.append(Wrong("empty", IDS[:, :0], ValueError, "none"))
-    right = bools(B, T)
-    right[1, -1] = False
+    right, hole, nothing = bools(3, B, T)
+    right[1, -1] = hole[1, 1] = nothing[1] = False
     too_many = Wrong("too many", MAX_LEN, ValueError, f"max_len={MAX_LEN}")
     return Call(
         make,
@@ -251,7 +253,12 @@ def model_call(method):
         {
             "ids": ids,
             "max_new_tokens": [*count(least=0), too_many],
-            "key_padding_mask": [*padding, Wrong("right", right, ValueError, "left")],
+            "key_padding_mask": [
+                *padding,
+                Wrong("right", right, ValueError, "left"),
+                Wrong("hole", hole, ValueError, "left"),
+                Wrong("nothing but padding", nothing, ValueError, "real"),
+            ],
             **SAMPLING,
             "eos_id": EOS_IDS,
         },
@@ -657,6 +664,41 @@ def added_caches():
     return (lambda: built(IDS, kv_caches=caches)), [built, *caches]
 
 
+def appended_in_backward():
+    """What a recomputed forward does."""
+    filled, x = filled_cache(), torch.ones(1, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda _gradient: filled.append(NEW, NEW) and None)
+    return y.backward, [filled]
+
+
+def switch_with(**parts):
+    def make():
+        ffn = tb.MoEFFN(D, D_FF, n_experts=2)
+        for name, part in parts.items():
+            setattr(ffn, name, part)
+        return (lambda: ffn(X)), [ffn]
+
+    return make
+
+
+class OwnRouter(nn.Module):
+    def __init__(self, *choice):
+        super().__init__()
+        self.choice = choice
+
+    def forward(self, tokens):
+        return self.choice
+
+
+def mixture_with(*choice):
+    def make():
+        ffn = tb.MixtureFFN(OwnRouter(*choice), [tb.DenseFFN(D, D_FF) for _ in range(2)])
+        return (lambda: ffn(X)), [ffn]
+
+    return make
+
+
 def truncated(length):
     def make():
         filled = filled_cache()
@@ -714,6 +756,7 @@ COMBINATIONS = {
     ),
     "append integers": (appended(NEW.long(), NEW.long()), TypeError, "k_new .*int64"),
     "append three axes": (appended(NEW[0], NEW[0]), ValueError, r"k_new .*\[2, 1, 2\]"),
+    "append v of three axes": (appended(NEW, NEW[0]), ValueError, r"v_new .*\[2, 1, 2\]"),
     "append a list": (appended(NEW.tolist(), NEW), TypeError, "k_new .*list"),
     "append None": (appended(NEW, None), TypeError, "v_new .*None"),
     "truncate to more": (truncated(PAST + 1), ValueError, "length .*2.*3"),
@@ -894,6 +937,37 @@ COMBINATIONS = {
         ValueError,
         r"cos .*\[4, 4\].*\[4, 2\]",
     ),
+    "query heads that KV heads do not divide": (
+        called(sharded(q_proj=6), X, cos=COS, sin=SIN, kv_cache=filled_cache()),
+        ValueError,
+        r"q .*2 heads.*\[3, 3, 4, 2\]",
+    ),
+    "append in a backward pass": (appended_in_backward, RuntimeError, "kv_cache .*backward"),
+    "no finite logit": (
+        lambda: ((lambda: tb.pick_next_token(torch.tensor([[0.0, torch.nan]]))), []),
+        ValueError,
+        "logits .*nan",
+    ),
+    "Switch router of another width": (
+        switch_with(router=nn.Linear(D, 3)),
+        ValueError,
+        r"router\(x\) .*\[12, 2\].*\[12, 3\]",
+    ),
+    "router that gives one weight for two experts": (
+        mixture_with(torch.zeros(12, 1), torch.zeros(12, 2).long()),
+        ValueError,
+        r"router\(x\)\[0\] .*\[12, 2\].*\[12, 1\]",
+    ),
+    "router that gives no axis of choices": (
+        mixture_with(torch.zeros(12, 1), torch.zeros(12).long()),
+        ValueError,
+        r"router\(x\)\[1\] .*\[12, k\].*\[12\]",
+    ),
+    "router that chooses an expert that is not there": (
+        mixture_with(torch.zeros(12, 1), torch.full((12, 1), 2)),
+        ValueError,
+        r"router\(x\)\[1\] .*0 … 1.*12",
+    ),
     "a block added behind the model's back": (appended_block, ValueError, "windows .*3 blocks"),
     "too few caches for an added block": (
         added_caches,
@@ -914,11 +988,6 @@ BEHIND_THE_APPEND = {
         ),
         ValueError,
         r"x .*7.*\[3, 4, 12\]",
-    ),
-    "query heads that KV heads do not divide": (
-        called(sharded(q_proj=6), X, cos=COS, sin=SIN, kv_cache=filled_cache()),
-        ValueError,
-        r"q .*2 heads.*\[3, 3, 4, 2\]",
     ),
 }
 
@@ -967,6 +1036,8 @@ def state(watched):
     for one in watched:
         if isinstance(one, tb.KVCache):
             out.append((one.next_pos, *(None if t is None else t.tolist() for t in (one.k, one.v))))
+        elif isinstance(one, list):
+            out.append(list(one))
         else:
             out.append([module.training for module in one.modules()])
             out.append({name: w.tolist() for name, w in one.state_dict().items()})
@@ -977,7 +1048,7 @@ def refusal(make, arguments):
     """The error of the call; nothing that is watched has changed, nor the global generator."""
     function, watched = make()
     before, generator = state(watched), torch.get_rng_state()
-    with pytest.raises((ValueError, TypeError, NotImplementedError)) as caught:
+    with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError)) as caught:
         function(**arguments)
     assert state(watched) == before
     assert torch.equal(torch.get_rng_state(), generator)
@@ -1005,7 +1076,7 @@ def test_valid_arguments_are_taken(name):
 @pytest.mark.parametrize(
     ("name", "argument", "wrong"), CASES, ids=[f"{n}-{a}-{w.label}" for n, a, w in CASES]
 )
-def test_wrong_argument_is_refused_by_name_and_value(name, argument, wrong):
+def test_wrong_argument_is_named(name, argument, wrong):
     call = CALLS[name]
     arguments = call.arguments | {argument: wrong.value}
     error = refusal(call.make, arguments)
@@ -1016,7 +1087,7 @@ def test_wrong_argument_is_refused_by_name_and_value(name, argument, wrong):
 
 
 @pytest.mark.parametrize("case", COMBINATIONS)
-def test_wrong_combination_is_refused_by_name_and_value(case):
+def test_wrong_combination_is_named(case):
     make, kind, message = COMBINATIONS[case]
     error = refusal(make, {})
     assert type(error) is kind
@@ -1025,7 +1096,7 @@ def test_wrong_combination_is_refused_by_name_and_value(case):
 
 
 @pytest.mark.parametrize("case", BEHIND_THE_APPEND)
-def test_what_a_later_part_refuses_is_taken_back_by_truncate(case):
+def test_refused_behind_the_append(case):
     make, kind, message = BEHIND_THE_APPEND[case]
     function, (module, filled) = make()
     before = state([module, filled])
@@ -1038,7 +1109,7 @@ def test_what_a_later_part_refuses_is_taken_back_by_truncate(case):
 
 
 @pytest.mark.parametrize(("name", "width"), [("q_proj", 7), ("kv_up", 11)])
-def test_latent_projection_of_no_whole_heads_is_refused(name, width):
+def test_latent_part_of_no_whole_heads(name, width):
     module = latent()
     setattr(module, name, nn.Linear(getattr(module, name).in_features, width))
     refusal(lambda: (module, [module]), {"x": X, "cos": COS, "sin": SIN})
@@ -1051,14 +1122,18 @@ def demands():
             if isinstance(node, ast.Raise) and node.exc is not None:  # no refusal passed on
                 yield node, None
             if isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("require_"):
-                named = [k.arg for k in node.keywords if k.arg not in ("above", "kind", "layer")]
+                named = [
+                    k.arg
+                    for k in node.keywords
+                    if k.arg not in ("above", "optional", "kind", "layer")
+                ]
                 if node.func.id == "require_tensor" and isinstance(node.args[0], ast.Constant):
                     named = [node.args[0].value]
                 for name in named or [None]:
                     yield node, name
 
 
-def test_every_raise_and_every_check_of_the_library_is_hit():
+def test_every_raise_and_check_is_hit():
     hits = []
     calls = [(CALLS[n].make, CALLS[n].arguments | {a: w.value}) for n, a, w in CASES]
     others = [*COMBINATIONS.values(), *BEHIND_THE_APPEND.values()]
@@ -1086,7 +1161,7 @@ def test_no_assert_guards_an_argument():
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_refused_construction_leaves_the_generator(name):
+def test_refused_construction_draws_none(name):
     call, moved, before = CALLS[name], set(), torch.get_rng_state()
     for argument, wrong in ((a, w) for a, kind in call.kinds.items() for w in kind):
         with pytest.raises((ValueError, TypeError, NotImplementedError)):
@@ -1095,3 +1170,76 @@ def test_refused_construction_leaves_the_generator(name):
             moved.add(argument)
             torch.set_rng_state(before)
     assert moved == set()
+
+
+# =============================================================================================
+# Several wrong arguments, drawn
+# =============================================================================================
+
+
+@st.composite
+def spoiled_calls(drawn):
+    """A public call with up to three arguments wrong; two wrong shapes might fit each other."""
+    name = drawn(st.sampled_from([name for name, call in CALLS.items() if call.kinds]))
+    kinds, wrong, shapes = CALLS[name].kinds, {}, 0
+    for argument in drawn(st.lists(st.sampled_from(list(kinds)), min_size=1, max_size=3)):
+        value = drawn(st.sampled_from(kinds[argument]))
+        is_shape = isinstance(value.value, torch.Tensor) and value.error is ValueError
+        shapes += is_shape
+        if not (is_shape and shapes > 1):
+            wrong[argument] = value
+    return name, wrong
+
+
+@given(spoiled=spoiled_calls(), mode=st.sampled_from([torch.enable_grad, torch.inference_mode]))
+def test_several_wrong_arguments(spoiled, mode):
+    name, wrong = spoiled
+    call = CALLS[name]
+    arguments = call.arguments | {argument: w.value for argument, w in wrong.items()}
+    with mode():
+        error = refusal(call.make, arguments)
+    names = {n for argument, w in wrong.items() for n in (w.names or (argument,))}
+    assert any(n in str(error) for n in names), str(error)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=5)
+
+
+def as_documented(x, mask=None, key_padding_mask=None, cos=None, sin=None, **_):
+    """Whether all shapes are as documented, for d = 4 and heads two channels wide."""
+    if x.dim() != 3 or x.shape[2] != 4:
+        return False
+    B, T, _ = x.shape
+    if mask is not None and mask.shape not in ((T, T), (B, T, T)):
+        return False
+    if key_padding_mask is not None and key_padding_mask.shape != (B, T):
+        return False
+    if cos is None:
+        return True
+    return cos.shape == sin.shape and cos.dim() == 2 and len(cos) >= T and cos.shape[1] in (0, 2)
+
+
+@given(data=st.data(), kind=st.sampled_from(["modern", "gpt2", "attention"]))
+def test_shapes_are_as_documented(data, kind):
+    """No size of 1 broadcasts, and no message of torch comes through."""
+    build = {
+        "modern": lambda: tb.ModernDecoderBlock(4, 2, 1, 4),
+        "gpt2": lambda: tb.GPT2StyleDecoderLayer(4, 2, 4),
+        "attention": lambda: tb.MultiHeadAttention(4, 2, 1, rope=True),
+    }
+    module, cache = build[kind](), tb.KVCache()
+    near = st.sampled_from([(2, 3, 4), (2, 1, 4), (1, 3, 4), (2, 3, 1), (2, 0, 4), (0, 3, 4)])
+    x = draw(*data.draw(st.one_of(near, shapes)))
+    masks = st.one_of(st.sampled_from([(3, 3), (2, 3, 3), (2, 3), (1, 3), (3, 1), (1, 1)]), shapes)
+    seen = {"kv_cache": cache} if data.draw(st.booleans()) else {}
+    for name in ("mask", "key_padding_mask"):
+        if data.draw(st.booleans()):
+            seen[name] = torch.ones(data.draw(masks), dtype=torch.bool)
+    if kind != "gpt2":
+        tables = st.one_of(st.sampled_from([(3, 2), (5, 2), (3, 4), (1, 2), (3, 1)]), shapes)
+        seen |= {name: torch.ones(data.draw(tables)) for name in ("cos", "sin")}
+    if as_documented(x, **seen):
+        out = module(x, **seen)
+        assert (out[0] if kind == "attention" else out).shape == x.shape
+    else:
+        refusal(lambda: (module, [module, cache]), {"x": x, **seen})

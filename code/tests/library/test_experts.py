@@ -45,7 +45,7 @@ def test_weights_of_the_families(make, weights):
     assert experts == [list(range(len(weights)))]
 
 
-def test_selection_bias_chooses_and_does_not_weigh():
+def test_selection_bias_only_chooses():
     """Scores .881, .731, .5, .269 with b = (0, 0, .3, 0): experts 0 and 2, from .881 and .5."""
     router = tb.SigmoidRouter(4, 4, 2)
     router.selection_bias[2] = 0.3
@@ -54,7 +54,7 @@ def test_selection_bias_chooses_and_does_not_weigh():
     assert weights == pytest.approx([0.8808 / 1.3808, 0.5 / 1.3808], abs=1e-4)
 
 
-def test_groups_score_as_their_best_or_their_best_two():
+def test_groups_by_their_best_or_two():
     """Scores (.9 .1 | .6 .5 | .7 .2 | .3 .3), two groups of four, two experts."""
     scores = torch.tensor([0.9, 0.1, 0.6, 0.5, 0.7, 0.2, 0.3, 0.3], dtype=torch.float64)
     groups = {"renormalise": False, "n_groups": 4, "top_groups": 2}
@@ -92,7 +92,7 @@ def test_sink_by_hand():
     torch.testing.assert_close(sink(q, k, v), tb.attend(q, k, v))
 
 
-def test_sinks_fit_the_query_heads_or_are_refused_before_anything_is_drawn():
+def test_sinks_fit_the_query_heads():
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match="n_q_heads=2"):
         tb.MultiHeadAttention(16, 4, 2, attend=tb.SinkAttention(2))
@@ -180,8 +180,7 @@ def test_state_dict_and_copies():
     assert set(plain.state_dict()) == {"router.weight"}
 
 
-def test_one_module_may_be_several_experts():
-    torch.manual_seed(0)
+def test_one_module_as_several_experts():
     expert, router = tb.GatedFFN(8, 5), tb.SoftmaxRouter(8, 4, 3)
     layer, x = tb.MixtureFFN(router, [expert] * 4), torch.randn(5, 8)
     torch.testing.assert_close(layer(x), expert(x))  # the weights sum to 1
@@ -211,3 +210,94 @@ def test_gradients_of_the_mixture():
         return torch.func.functional_call(layer, dict(zip(names, values)), (x,))
 
     assert torch.autograd.gradcheck(run, (x, *parameters))
+
+
+class OwnRouter(nn.Module):
+    """Whatever it is told to choose."""
+
+    def __init__(self, weights: Tensor, experts: Tensor):
+        super().__init__()
+        self.choice = weights, experts
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.choice
+
+
+def own_mixture(weights: list, experts: list, dtype: torch.dtype = torch.int64) -> tb.MixtureFFN:
+    router = OwnRouter(torch.tensor(weights).double(), torch.tensor(experts, dtype=dtype))
+    torch.manual_seed(0)
+    return tb.MixtureFFN(router, [tb.GatedFFN(4, 3) for _ in range(3)]).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_own_router_chooses_any_expert(dtype):
+    ffn, x = own_mixture([[0.5, 2.0], [1.0, -1.0]], [[2, 0], [1, 2]], dtype), torch.randn(2, 4)
+    x = x.double()
+    e = ffn.experts
+    wanted = torch.stack((0.5 * e[2](x[0]) + 2 * e[0](x[0]), e[1](x[1]) - e[2](x[1])))
+    torch.testing.assert_close(ffn(x), wanted)
+
+
+@pytest.mark.parametrize("wrong", [3, -1, 300, -(2**62)])
+def test_experts_out_of_range(wrong):
+    ffn = own_mixture([[0.5, 2.0], [1.0, 1.0]], [[2, 0], [1, wrong]])
+    with pytest.raises(ValueError, match=r"router\(x\)\[1\] must be 0 … 2, got 1 other"):
+        ffn(torch.randn(2, 4).double())
+
+
+@pytest.mark.parametrize(
+    ("weights", "experts", "said"),
+    [
+        ([[0.5], [1.0]], [[2, 0], [1, 2]], r"router\(x\)\[0\] .*\[2, 2\].*\[2, 1\]"),
+        ([0.5, 1.0], [[2], [1]], r"router\(x\)\[0\] .*\[2, 1\].*\[2\]"),
+        ([0.5, 1.0], [2, 1], r"router\(x\)\[1\] .*\[2, k\].*\[2\]"),
+        ([[0.5]], [[2]], r"router\(x\)\[1\] .*\[2, k\].*\[1, 1\]"),
+    ],
+)
+def test_weights_of_another_shape(weights, experts, said):
+    with pytest.raises(ValueError, match=said):
+        own_mixture(weights, experts)(torch.randn(2, 4).double())
+
+
+def test_experts_that_are_no_integers():
+    with pytest.raises(TypeError, match=r"router\(x\)\[1\] .*integer"):
+        own_mixture([[0.5], [1.0]], [[2.0], [1.0]], torch.float32)(torch.randn(2, 4).double())
+
+
+@pytest.mark.parametrize("n_experts", [3, 5])
+def test_switch_router_of_other_width(n_experts):
+    ffn = tb.MoEFFN(4, 3, n_experts=4)
+    ffn.router = nn.Linear(4, n_experts, bias=False)
+    with pytest.raises(ValueError, match=rf"router\(x\) .*\[2, 4\].*\[2, {n_experts}\]"):
+        ffn(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e30, 0.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_keys_whatever_the_sink(causal, sink):
+    layer = tb.SinkAttention(4).double()
+    nn.init.constant_(layer.sinks, sink)
+    q, k, v = (torch.randn(2, n, T, 4).double() for n, T in ((4, 5), (2, 3), (2, 3)))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    keep = torch.ones(2, 1, 5, 3, dtype=torch.bool)
+    keep[0, 0, 4] = False
+    out = layer(q, k, v, keep, causal=causal)
+    empty = [(0, 4)] + ([(0, 0), (0, 1), (1, 0), (1, 1)] if causal else [])  # T > S: no key yet
+    for b in range(2):
+        for t in range(5):
+            assert out[b, :, t].eq(0).all() == ((b, t) in empty)
+    out.square().sum().backward()
+    for tensor in (q, k, v, layer.sinks):
+        assert tensor.grad.isfinite().all()
+    if sink == -math.inf:  # then it is no part of the softmax
+        torch.testing.assert_close(out, tb.attend(q, k, v, keep, causal=causal))
+
+
+def test_nan_stays_with_infinite_sinks():
+    layer = tb.SinkAttention(2)
+    nn.init.constant_(layer.sinks, -math.inf)
+    q, k = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 3, 4)
+    q[0, 1] = math.nan
+    out = layer(q, k, k, torch.ones(3, dtype=torch.bool))
+    assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()

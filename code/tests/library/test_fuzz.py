@@ -1,4 +1,4 @@
-"""Drawn sizes, groups, masks, windows and dtypes against the plain reference, and bad arguments.
+"""Drawn sizes, groups, masks, windows and dtypes against the plain reference.
 
 The profiles are those of conftest.py: --hypothesis-profile=thorough draws 2,000 examples a test.
 """
@@ -11,11 +11,9 @@ import pytest
 import reference
 import torch
 import transformer_block as tb
+from blocks import randomised
 from hypothesis import given
 from hypothesis import strategies as st
-from test_errors import CALLS, refusal
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 # Largest difference to the reference, relative to its largest value (at least 1).
 TOLERANCE = {
@@ -39,13 +37,6 @@ def drawn_mask(data, *shape):
     """Any bool mask, rows of nothing and of everything included, or None."""
     share = data.draw(st.sampled_from([None, 0.0, 0.4, 0.8, 1.0]))
     return None if share is None else torch.rand(shape) < share
-
-
-def randomised(module, dtype):
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.5)
-    return module.to(dtype)
 
 
 def arrays(module):
@@ -202,7 +193,7 @@ def test_block_equals_the_reference(kind, data, seed, s, dtype):
     attn, wanted_attn = drawn_attn(data, s)
     ffn, wanted_ffn = drawn_ffn(data, s)
     eps = data.draw(st.sampled_from([1e-3, 0.1]))
-    block = randomised(build(s.d_model, attn=attn, ffn=ffn, eps=eps, **options), dtype)
+    block = randomised(build(s.d_model, attn=attn, ffn=ffn, eps=eps, **options)).to(dtype)
     B, T = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6))
     x, padding = draw(B, T, s.d_model, dtype=dtype), drawn_mask(data, B, T)
     window = data.draw(st.sampled_from([None, 1, 2, 9]))
@@ -239,11 +230,11 @@ FIXED = {
 
 @pytest.mark.parametrize("kind", FIXED)
 @given(data=st.data(), seed=seeds, s=sizes(rotated=False), dtype=wide_dtypes)
-def test_fixed_layer_equals_the_reference(kind, data, seed, s, dtype):
+def test_layer_equals_the_reference(kind, data, seed, s, dtype):
     torch.manual_seed(seed)
     build, topology, act = FIXED[kind]
     d_model = 2 * s.H * s.head_dim
-    layer = randomised(build(d_model, s.H, s.d_ff, eps=1e-3), dtype)
+    layer = randomised(build(d_model, s.H, s.d_ff, eps=1e-3)).to(dtype)
     B, T = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6))
     x, padding = draw(B, T, d_model, dtype=dtype), drawn_mask(data, B, T)
     mask = drawn_mask(data, T, T)
@@ -271,10 +262,10 @@ def test_fixed_layer_equals_the_reference(kind, data, seed, s, dtype):
 
 
 @given(data=st.data(), seed=seeds, s=sizes(rotated=False), dtype=wide_dtypes)
-def test_seq2seq_layer_equals_the_reference(data, seed, s, dtype):
+def test_seq2seq_equals_the_reference(data, seed, s, dtype):
     torch.manual_seed(seed)
     head_dim, d_model = 2 * s.head_dim, 2 * s.H * s.head_dim
-    layer = randomised(tb.VanillaSeq2SeqDecoderLayer2017(d_model, s.H, s.d_ff, eps=1e-3), dtype)
+    layer = randomised(tb.VanillaSeq2SeqDecoderLayer2017(d_model, s.H, s.d_ff, eps=1e-3)).to(dtype)
     B, T, S = (data.draw(st.integers(0, n)) for n in (3, 5, 5))
     x, memory = draw(B, T, d_model, dtype=dtype), draw(B, S, d_model, dtype=dtype)
     mask, padding = drawn_mask(data, T, T), drawn_mask(data, B, T)
@@ -312,7 +303,7 @@ dtypes = st.sampled_from(list(TOLERANCE))
 
 @pytest.mark.parametrize("path", [tb.attend, tb.attend_fused])
 @given(data=st.data(), seed=seeds, dtype=dtypes)
-def test_attention_sum_equals_the_reference(path, data, seed, dtype):
+def test_attend_equals_the_reference(path, data, seed, dtype):
     torch.manual_seed(seed)
     G, ratio, B = (data.draw(st.integers(1, 3)) for _ in range(3))
     T, S = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 5))
@@ -341,10 +332,10 @@ def test_attention_sum_equals_the_reference(path, data, seed, dtype):
 
 
 @given(data=st.data(), seed=seeds, dtype=wide_dtypes)
-def test_cross_attention_equals_the_reference(data, seed, dtype):
+def test_cross_equals_the_reference(data, seed, dtype):
     torch.manual_seed(seed)
     s = data.draw(sizes(rotated=False))
-    attn = randomised(drawn_heads(data, s)[0], dtype)
+    attn = randomised(drawn_heads(data, s)[0]).to(dtype)
     B, T, S = (data.draw(st.integers(0, n)) for n in (3, 4, 5))
     x, memory = draw(B, T, s.d_model, dtype=dtype), draw(B, S, s.d_model, dtype=dtype)
     mask = drawn_mask(data, *data.draw(st.sampled_from([(T, S), (B, T, S)])))
@@ -385,28 +376,28 @@ def test_rotation_equals_the_reference(data, seed, dtype):
 
 
 @given(data=st.data(), seed=seeds, dtype=dtypes)
-def test_norm_and_feed_forward_equal_the_reference(data, seed, dtype):
+def test_norm_and_ffn_equal_it(data, seed, dtype):
     torch.manual_seed(seed)
     d_model, d_ff = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
     x = draw(*shape, d_model, dtype=dtype)
     rows = x.double().reshape(-1, d_model).numpy()
-    norm = randomised(tb.RMSNorm(d_model, eps=1e-2), dtype)
+    norm = randomised(tb.RMSNorm(d_model, eps=1e-2)).to(dtype)
     wanted = reference.rms_norm({"n.weight": arrays(norm)["weight"]}, "n", rows, 1e-2)
     assert_near(norm(x).reshape(-1, d_model), wanted, dtype)
     for ffn, apply in (
         (tb.DenseFFN(d_model, d_ff, bias=True), reference.dense_ffn),
         (tb.GatedFFN(d_model, d_ff, bias=True), reference.gated_ffn),
     ):
-        out = randomised(ffn, dtype)(x)
+        out = randomised(ffn).to(dtype)(x)
         assert out.shape == x.shape
         assert_near(out.reshape(-1, d_model), apply(arrays(ffn), rows), dtype)
 
 
 @given(data=st.data(), seed=seeds, n_experts=st.integers(1, 6))
-def test_experts_equal_one_token_at_a_time(data, seed, n_experts):
+def test_experts_one_token_at_a_time(data, seed, n_experts):
     torch.manual_seed(seed)
-    moe = randomised(tb.MoEFFN(4, 3, n_experts), torch.float64)
+    moe = randomised(tb.MoEFFN(4, 3, n_experts))
     x = draw(*data.draw(st.lists(st.integers(0, 4), max_size=2)), 4)
     out = moe(x)
     wanted, counts, balance = reference.moe_ffn(arrays(moe), x.reshape(-1, 4).numpy())
@@ -421,83 +412,6 @@ def test_experts_equal_one_token_at_a_time(data, seed, n_experts):
     window=st.sampled_from([None, 1, 3, 50]),
     dtype=st.sampled_from([torch.int64, torch.int32, torch.uint8]),
 )
-def test_causal_mask_equals_one_comparison_each(q, k, window, dtype):
+def test_mask_by_single_comparisons(q, k, window, dtype):
     got = tb.build_causal_mask(torch.tensor(q, dtype=dtype), torch.tensor(k, dtype=dtype), window)
     assert torch.equal(got, torch.from_numpy(reference.causal(q, k, window)))
-
-
-# =============================================================================================
-# Bad arguments
-# =============================================================================================
-
-
-SPOILABLE = {name: call.kinds for name, call in CALLS.items()}
-
-
-@st.composite
-def spoiled_calls(draw):
-    """A public call with up to three arguments wrong; two wrong shapes might fit each other."""
-    name = draw(st.sampled_from([name for name, kinds in SPOILABLE.items() if kinds]))
-    kinds, wrong, shapes = SPOILABLE[name], {}, 0
-    for argument in draw(st.lists(st.sampled_from(list(kinds)), min_size=1, max_size=3)):
-        value = draw(st.sampled_from(kinds[argument]))
-        is_shape = isinstance(value.value, torch.Tensor) and value.error is ValueError
-        shapes += is_shape
-        if not (is_shape and shapes > 1):
-            wrong[argument] = value
-    return name, wrong
-
-
-@given(spoiled=spoiled_calls(), mode=st.sampled_from([torch.enable_grad, torch.inference_mode]))
-def test_several_bad_arguments_are_refused_and_change_nothing(spoiled, mode):
-    name, wrong = spoiled
-    call = CALLS[name]
-    arguments = call.arguments | {argument: w.value for argument, w in wrong.items()}
-    with mode():
-        error = refusal(call.make, arguments)
-    names = {n for argument, w in wrong.items() for n in (w.names or (argument,))}
-    assert any(n in str(error) for n in names), str(error)
-
-
-shapes = st.lists(st.integers(0, 4), max_size=5)
-
-
-def documented(x, mask=None, key_padding_mask=None, cos=None, sin=None, **_):
-    """Whether all shapes are as documented, for d = 4 and heads two channels wide."""
-    if x.dim() != 3 or x.shape[2] != 4:
-        return False
-    B, T, _ = x.shape
-    if mask is not None and mask.shape not in ((T, T), (B, T, T)):
-        return False
-    if key_padding_mask is not None and key_padding_mask.shape != (B, T):
-        return False
-    if cos is None:
-        return True
-    return cos.shape == sin.shape and cos.dim() == 2 and len(cos) >= T and cos.shape[1] in (0, 2)
-
-
-@given(data=st.data(), seed=seeds, kind=st.sampled_from(["modern", "gpt2", "attention"]))
-def test_shapes_are_taken_as_documented_and_refused_otherwise(data, seed, kind):
-    """No size of 1 broadcasts, and no message of torch comes through."""
-    torch.manual_seed(seed)
-    build = {
-        "modern": lambda: tb.ModernDecoderBlock(4, 2, 1, 4),
-        "gpt2": lambda: tb.GPT2StyleDecoderLayer(4, 2, 4),
-        "attention": lambda: tb.MultiHeadAttention(4, 2, 1, rope=True),
-    }
-    module, cache = build[kind](), tb.KVCache()
-    near = st.sampled_from([(2, 3, 4), (2, 1, 4), (1, 3, 4), (2, 3, 1), (2, 0, 4), (0, 3, 4)])
-    x = draw(*data.draw(st.one_of(near, shapes)), dtype=torch.float32)
-    masks = st.one_of(st.sampled_from([(3, 3), (2, 3, 3), (2, 3), (1, 3), (3, 1), (1, 1)]), shapes)
-    seen = {"kv_cache": cache} if data.draw(maybe) else {}
-    for name in ("mask", "key_padding_mask"):
-        if data.draw(maybe):
-            seen[name] = torch.ones(data.draw(masks), dtype=torch.bool)
-    if kind != "gpt2":
-        tables = st.one_of(st.sampled_from([(3, 2), (5, 2), (3, 4), (1, 2), (3, 1)]), shapes)
-        seen |= {name: torch.ones(data.draw(tables)) for name in ("cos", "sin")}
-    if documented(x, **seen):
-        out = module(x, **seen)
-        assert (out[0] if kind == "attention" else out).shape == x.shape
-    else:
-        refusal(lambda: (module, [module, cache]), {"x": x, **seen})

@@ -10,10 +10,9 @@ import reference
 import torch
 import torch.nn.functional as F
 import transformer_block as tb
+from blocks import DECODERS, randomised
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 V, D, LAYERS, H, G, D_FF, MAX_LEN = 19, 12, 2, 3, 1, 10, 24
 HEAD_DIM = D // H
@@ -24,11 +23,7 @@ def make(seed=0, std=0.5, **options):
     """A model in float64, every parameter drawn anew with std."""
     torch.manual_seed(seed)
     options = {"max_len": MAX_LEN} | options
-    model = tb.DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=std)
-    return model
+    return randomised(tb.DecoderOnlyLM(V, D, LAYERS, H, G, D_FF, **options), std)
 
 
 def padded(prompts):
@@ -39,25 +34,14 @@ def padded(prompts):
     return torch.tensor(ids), torch.tensor(keep)
 
 
+# What make_block is, by name: each kind of block, and one with experts in every second layer.
 BLOCKS = {
-    "modern": lambda layer: tb.ModernDecoderBlock(D, H, G, D_FF),
-    "branch norm": lambda layer: tb.BranchNormDecoderBlock(D, H, G, D_FF),
-    "parallel": lambda layer: tb.ParallelDecoderBlock(D, H, G, D_FF),
-    "parallel rotated": lambda layer: tb.ParallelDecoderBlock(
-        D,
-        attn=tb.MultiHeadAttention(D, H, G, rope=True),
-        ffn=tb.GatedFFN(D, D_FF),
-        shared_norm=False,
-    ),
-    "latent": lambda layer: tb.ModernDecoderBlock(
-        D,
-        d_ff=D_FF,
-        attn=tb.MultiHeadLatentAttention(D, H, kv_rank=5, rope_dim=4, nope_dim=3, v_dim=2),
-    ),
-    "experts in every second layer": lambda layer: tb.ModernDecoderBlock(
-        D, H, G, D_FF, ffn=tb.MoEFFN(D, D_FF) if layer % 2 else None
-    ),
+    **{kind: lambda _, build=build: build(H, G) for kind, build in DECODERS.items()},
+    "every second with experts": lambda layer: DECODERS[
+        "modern mla moe" if layer % 2 else "modern"
+    ](H, G),
 }
+del BLOCKS["gpt2"]  # it takes no tables
 
 # =============================================================================================
 # Logits
@@ -121,7 +105,7 @@ def test_logits_equal_the_reference(options):
         np.testing.assert_allclose(logits[row].detach().numpy(), wanted, rtol=0, atol=1e-10)
 
 
-def test_window_of_a_layer_reaches_as_far_as_its_layers_add_up_to():
+def test_windows_add_up_over_layers():
     """Windows of 3 and 2 see 2 + 1 positions back, not 4."""
     model, ids = make(windows=[3, 2]), torch.arange(8)[None]
     changed = ids.clone()
@@ -130,12 +114,12 @@ def test_window_of_a_layer_reaches_as_far_as_its_layers_add_up_to():
     assert moved.tolist() == [False, False, True, True, True, True, False, False]
 
 
-def test_eps_reaches_blocks_and_final_norm():
+def test_eps_reaches_every_norm():
     norms = [m for m in make(eps=0.5).modules() if hasattr(m, "eps")]
     assert [norm.eps for norm in norms] == [0.5] * 5
 
 
-def test_make_block_is_called_with_each_layer_and_what_it_returns_is_used():
+def test_make_block_gets_each_layer():
     asked, made = [], []
 
     def make_block(layer):
@@ -148,7 +132,7 @@ def test_make_block_is_called_with_each_layer_and_what_it_returns_is_used():
     assert list(model.blocks) == made
 
 
-def test_rope_dim_is_the_width_of_the_tables_by_default_what_the_blocks_turn():
+def test_rope_dim_is_the_table_width():
     def wide(layer):
         return tb.ModernDecoderBlock(
             D, d_ff=D_FF, attn=tb.MultiHeadAttention(D, H, G, head_dim=8, rope=True)
@@ -161,7 +145,7 @@ def test_rope_dim_is_the_width_of_the_tables_by_default_what_the_blocks_turn():
     assert (logits - partial).abs().max() > 1e-3
 
 
-def test_state_dict_holds_learned_parameters_only():
+def test_state_dict_is_the_parameters():
     for model in (make(), make(tie_embeddings=False)):
         assert set(model.state_dict()) == {
             name for name, _ in model.named_parameters(remove_duplicate=False)
@@ -186,7 +170,7 @@ UNDER_INFERENCE_MODE = {
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("what", UNDER_INFERENCE_MODE)
-def test_model_trains_after_inference_mode(what, device):
+def test_trains_after_inference_mode(what, device):
     """What is kept of it must not be an inference tensor: autograd refuses to save one."""
     model, ids = make().float().to(device), torch.arange(10, device=device).view(2, 5)
     with torch.inference_mode():
@@ -198,7 +182,6 @@ def test_model_trains_after_inference_mode(what, device):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_narrow_integer_ids_are_ids(dtype):
     """A continuation or a vocabulary past the range of the dtype must not wrap around."""
-    torch.manual_seed(0)
     model = tb.DecoderOnlyLM(700, D, 1, H, G, D_FF, max_len=MAX_LEN)
     with torch.no_grad():
         model.embedding.weight[600] *= 100  # the likeliest token after itself
@@ -274,7 +257,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_tied_is_no_second_matrix_and_stays_so(how):
+def test_tied_stays_tied(how):
     model = MOVES[how](make())
     assert model.lm_head is None
     names = [name for name, _ in model.named_parameters()]
@@ -302,7 +285,7 @@ def test_untied_stays_untied(how):
     assert parameters == sum(p.numel() for p in make().parameters()) + V * D
 
 
-def test_gradient_of_a_tied_weight_is_that_of_both_uses():
+def test_tied_gradient_is_of_both_uses():
     tied, untied = make(), make(tie_embeddings=False)
     state = tied.state_dict()
     untied.load_state_dict(state | {"lm_head.weight": state["embedding.weight"]})
@@ -316,8 +299,7 @@ def test_gradient_of_a_tied_weight_is_that_of_both_uses():
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_embedding_starts_as_a_narrow_normal_and_the_loss_near_ln_v(tie):
-    torch.manual_seed(0)
+def test_fresh_loss_is_near_ln_v(tie):
     model = tb.DecoderOnlyLM(997, 96, tie_embeddings=tie, max_len=64)
     weight = model.embedding.weight
     assert abs(weight.mean()) < 2e-4
@@ -333,8 +315,7 @@ def test_embedding_starts_as_a_narrow_normal_and_the_loss_near_ln_v(tie):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_loss_is_the_shifted_cross_entropy_of_real_pairs(dtype):
-    torch.manual_seed(0)
+def test_loss_is_of_real_pairs(dtype):
     logits = (3 * torch.randn(3, 5, V)).to(dtype)
     ids = torch.randint(0, V, (3, 5))
     keep = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.bool)
@@ -349,7 +330,7 @@ def test_loss_is_the_shifted_cross_entropy_of_real_pairs(dtype):
         torch.testing.assert_close(got.double(), sum(losses) / len(losses), rtol=0, atol=1e-5)
 
 
-def test_loss_without_a_pair_is_zero_with_a_finite_gradient():
+def test_loss_without_a_pair_is_zero():
     for B, T in ((2, 0), (2, 1), (0, 4)):
         assert tb.next_token_loss(torch.zeros(B, T, V), torch.zeros(B, T).long()) == 0
     logits = torch.randn(2, 3, V, requires_grad=True)
@@ -359,7 +340,7 @@ def test_loss_without_a_pair_is_zero_with_a_finite_gradient():
     assert logits.grad.abs().max() == 0
 
 
-def test_padding_with_infinite_logits_does_not_spoil_the_loss():
+def test_nan_logits_of_padding():
     logits = torch.randn(1, 4, V)
     logits[0, 0] = math.nan
     ids, keep = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 1, 1]]).bool()
@@ -410,7 +391,7 @@ LOGITS = [0.3, 2.0, -1.0, 1.5, 0.9, -3.0]
     ids=str,
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3, 1e-8, 1e-320])
-def test_draws_follow_the_distribution_written_out(temperature, options, dtype):
+def test_draws_follow_the_distribution(temperature, options, dtype):
     n = 20000
     logits = torch.tensor(LOGITS, dtype=dtype).expand(n, -1)
     generator = torch.Generator().manual_seed(0)
@@ -426,7 +407,7 @@ def test_draws_follow_the_distribution_written_out(temperature, options, dtype):
 @pytest.mark.parametrize(
     ("top_p", "kept"), [(1.0, 3), (0.81, 3), (0.79, 2), (0.51, 2), (0.49, 1), (1e-9, 1)]
 )
-def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept):
+def test_top_p_keeps_the_fewest(top_p, kept):
     logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(4000, 3)
     drawn = set(tb.pick_next_token(logits, 1.0, top_p=top_p).flatten().tolist())
     assert drawn == {1, 2, 0} if kept == 3 else drawn == {1, 2} if kept == 2 else drawn == {1}
@@ -460,7 +441,7 @@ def test_top_p_of_1_keeps_every_token(dtype, monkeypatch):
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_draw_is_repeated_by_its_generator_and_rows_are_independent():
+def test_draw_by_its_generator():
     logits = torch.zeros(200, 50)
     first, again, other = (
         tb.pick_next_token(logits, 1.0, generator=torch.Generator().manual_seed(s))
@@ -478,7 +459,7 @@ def test_masked_tokens_are_never_drawn():
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
-def test_temperature_zero_is_argmax_and_touches_no_generator(generator):
+def test_temperature_zero_is_argmax(generator):
     states = [torch.get_rng_state(), *([] if generator is None else [generator.get_state()])]
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0))
     best = [max(range(V), key=lambda i, row=row: row[i]) for row in logits.tolist()]
@@ -492,14 +473,14 @@ def test_temperature_zero_is_argmax_and_touches_no_generator(generator):
         assert torch.equal(generator.get_state(), states[1])
 
 
-def test_own_generator_leaves_the_global_one_alone():
+def test_own_generator_alone_is_used():
     model = make()
     before = torch.get_rng_state()
     model.generate(torch.tensor([[1]]), 4, temperature=1.0, generator=torch.Generator())
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_pick_next_token_leaves_its_logits_alone():
+def test_logits_are_left_alone():
     logits = torch.randn(2, V)
     before = logits.clone()
     tb.pick_next_token(logits, 0.7, 3, 0.5)
@@ -524,7 +505,7 @@ def greedy(model, prompt, n, eos_id=None):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("windows", [None, [2, None]])
-def test_greedy_equals_full_passes_and_left_padded_rows_equal_rows_alone(kind, windows):
+def test_greedy_equals_full_passes(kind, windows):
     model = make(make_block=BLOCKS[kind], windows=windows, rope_dim=4)
     ids, keep = padded(PROMPTS)
     together = model.generate(ids, 6, key_padding_mask=keep)
@@ -537,7 +518,7 @@ def test_greedy_equals_full_passes_and_left_padded_rows_equal_rows_alone(kind, w
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_left_padded_logits_equal_those_of_rows_alone(kind):
+def test_left_padded_logits(kind):
     model = make(make_block=BLOCKS[kind], rope_dim=4)
     ids, keep = padded(PROMPTS)
     logits = model(ids, key_padding_mask=keep)
@@ -546,16 +527,16 @@ def test_left_padded_logits_equal_those_of_rows_alone(kind):
         torch.testing.assert_close(row[4 - len(prompt) :], alone, rtol=0, atol=1e-7)
 
 
-def test_prefill_is_one_call_and_then_one_token_a_step():
+def test_one_prefill_then_single_steps():
     model, lengths = make(), []
-    model.embedding.register_forward_hook(lambda m, args, out: lengths.append(args[0].shape[1]))
+    model.blocks[0].register_forward_hook(lambda m, args, out: lengths.append(args[0].shape[1]))
     model.generate(torch.tensor([[1, 2, 3]]), 4)
     assert lengths == [3, 1, 1, 1]
     assert model.generate(torch.tensor([[1, 2, 3]]), 0).tolist() == [[1, 2, 3]]
     assert lengths == [3, 1, 1, 1]
 
 
-def test_generate_fills_up_to_max_len_and_answers_twice_alike():
+def test_generate_up_to_max_len_twice():
     model, ids = make(), torch.tensor([[1, 2, 3]])
     first = model.generate(ids, MAX_LEN - 3)
     assert first.shape == (1, MAX_LEN)
@@ -589,7 +570,7 @@ def rigged(rows):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_finished_rows_are_filled_with_eos_and_the_loop_stops_when_all_are(temperature):
+def test_finished_rows_get_eos(temperature):
     eos = 7
     model = rigged([[eos, 3, 4, 5, 6, 6], [8, 9, eos, 5, 6, 6], [1, 2, 3, eos, 6, 6]])
     prompt = torch.tensor([[1, 2], [eos, eos], [3, eos]])  # eos in a prompt ends nothing
@@ -599,7 +580,7 @@ def test_finished_rows_are_filled_with_eos_and_the_loop_stops_when_all_are(tempe
     assert model.final_norm.step == 4
 
 
-def test_without_eos_id_no_token_ends_a_row():
+def test_without_eos_id_none_ends():
     assert rigged([[7, 7, 3]]).generate(torch.tensor([[7]]), 3).tolist() == [[7, 7, 7, 3]]
 
 
@@ -610,7 +591,7 @@ def test_eos_zero_ends_a_row():
 
 @pytest.mark.parametrize("kind", [list, tuple, set, iter, torch.Size])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_ends_at_any_of_several_ids_and_is_filled_with_the_one_it_met(kind, temperature):
+def test_row_ends_at_any_of_several(kind, temperature):
     model = rigged([[7, 3, 4, 5, 6, 6], [8, 9, 2, 5, 7, 6], [1, 5, 3, 2, 6, 6]])
     prompt = torch.tensor([[1, 2], [7, 2], [3, 7]])
     out = model.generate(prompt, 6, eos_id=kind([7, 2]), temperature=temperature)
@@ -626,7 +607,7 @@ def test_no_and_one_end_in_a_list(ends):
     assert model.generate(torch.tensor([[1]]), 4, eos_id=ends).tolist() == wanted
 
 
-def test_rows_of_a_batch_with_eos_equal_rows_alone():
+def test_rows_with_eos_equal_rows_alone():
     model = make(seed=3)
     ids, keep = padded(PROMPTS)
     free = model.generate(ids, 8, key_padding_mask=keep)
@@ -646,7 +627,7 @@ def test_empty_batch_generates_nothing():
     assert model.generate(torch.zeros(0, 3, dtype=torch.long), 2, eos_id=1).shape[0] == 0
 
 
-def test_sampled_continuation_is_repeated_by_its_generator():
+def test_sampling_by_its_generator():
     model, ids = make(), torch.tensor([[1, 2, 3]])
     options = {"temperature": 2.0, "top_k": 12, "top_p": 0.95}
     outs = [
@@ -656,7 +637,7 @@ def test_sampled_continuation_is_repeated_by_its_generator():
     assert outs[0] == outs[1] != outs[2]
 
 
-def test_sampling_draws_from_the_last_position_with_all_options():
+def test_sampling_with_all_options():
     """The distribution of the first new token over many equal rows."""
     model, n = make(std=0.4), 6000
     with torch.no_grad():
@@ -672,7 +653,7 @@ def test_sampling_draws_from_the_last_position_with_all_options():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_no_new_tokens_are_the_prompt_in_a_tensor_of_its_own(dtype):
+def test_no_new_tokens(dtype):
     model, ids = make(), torch.tensor([[1, 2, 3]]).to(dtype)
     out = model.generate(ids, 0)
     assert (out.tolist(), out.dtype) == ([[1, 2, 3]], torch.int64)
@@ -682,7 +663,7 @@ def test_no_new_tokens_are_the_prompt_in_a_tensor_of_its_own(dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"eos_id": [3, 7]}, {"temperature": 1.5, "top_k": 9}])
-def test_stream_gives_the_steps_of_generate(options):
+def test_stream_gives_generates_steps(options):
     model, (ids, keep) = make(), padded(PROMPTS)
     outs = []
     for call in (model.generate, lambda *a, **o: torch.cat((ids, *model.stream(*a, **o)), dim=1)):
@@ -694,9 +675,9 @@ def test_stream_gives_the_steps_of_generate(options):
     assert len(steps) == 3
 
 
-def test_stream_works_a_step_at_a_time_and_refuses_before_the_first():
+def test_stream_works_step_by_step():
     model, calls = make(), []
-    model.embedding.register_forward_hook(lambda *_: calls.append(1))
+    model.final_norm.register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.stream(torch.tensor([[1]]), -1)
     steps = model.stream(torch.tensor([[1, 2]]), 5)
@@ -708,8 +689,7 @@ def test_stream_works_a_step_at_a_time_and_refuses_before_the_first():
     assert len(calls) == 2
 
 
-def test_a_stream_goes_on_whatever_is_done_with_its_tokens():
-    torch.manual_seed(0)
+def test_stream_keeps_its_own_tokens():
     model = tb.DecoderOnlyLM(50, 16, 2, 4, 2, 32, max_len=12, tie_embeddings=False)
     ids = torch.randint(50, (2, 4))
     expected, steps = model.generate(ids, 6)[:, 4:], model.stream(ids, 6)
@@ -721,7 +701,7 @@ def test_a_stream_goes_on_whatever_is_done_with_its_tokens():
     assert torch.equal(torch.cat(seen, dim=1), expected)
 
 
-def test_a_block_put_in_between_two_steps_runs_in_eval_mode_and_gets_its_flag_back():
+def test_block_put_in_between_steps():
     model, seen = tb.DecoderOnlyLM(50, 16, 1, 4, 2, 32, max_len=12).eval(), []
     steps = model.stream(torch.randint(50, (1, 4)), 3)
     next(steps)
@@ -729,11 +709,10 @@ def test_a_block_put_in_between_two_steps_runs_in_eval_mode_and_gets_its_flag_ba
     block.register_forward_pre_hook(lambda block, _: seen.append(block.ffn.training))
     model.blocks[0] = block
     next(steps)
-    assert seen == [False]
-    assert all(module.training for module in block.modules())
+    assert seen == [True]
 
 
-def test_between_two_steps_gradients_and_training_flags_are_the_callers():
+def test_flags_between_two_steps():
     model = make()
     before = mixed_modes(model)
     for step in model.stream(torch.tensor([[1, 2]]), 3):
@@ -743,7 +722,7 @@ def test_between_two_steps_gradients_and_training_flags_are_the_callers():
         tb.next_token_loss(model(IDS), IDS).backward()
 
 
-def test_two_streams_of_one_model_go_on_side_by_side():
+def test_two_streams_side_by_side():
     model, prompts = make(), [torch.tensor([[1, 2]]), torch.tensor([[5, 6, 7]])]
     steps = zip(*(model.stream(ids, 6) for ids in prompts))
     together = zip(*steps)
@@ -757,7 +736,7 @@ def test_two_streams_of_one_model_go_on_side_by_side():
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}, {"logit_softcap": 2.0}])
-def test_last_only_gives_the_last_row_and_computes_no_other(options):
+def test_last_only_is_the_last_row(options):
     model, (ids, keep), rows = make(**options), padded(PROMPTS), []
     wanted = model(ids, key_padding_mask=keep)[:, -1:]
     for part in (model.final_norm, *([model.lm_head] if model.lm_head else [])):
@@ -774,7 +753,7 @@ def test_last_only_gives_the_last_row_and_computes_no_other(options):
     )
 
 
-def test_last_only_makes_the_logits_of_one_row():
+def test_last_only_costs_one_row():
     """The tied product has no module to hook: its size is counted."""
     model = make()
     with FlopCounterMode(display=False) as one:
@@ -796,7 +775,7 @@ def pack(documents):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("windows", [None, [2, None], [1, 3]])
-def test_packed_documents_are_documents_alone(kind, windows):
+def test_packed_documents_stay_apart(kind, windows):
     model = make(make_block=BLOCKS[kind], windows=windows, rope_dim=4)
     ids, mask = pack(DOCUMENTS)
     alone = torch.cat([model(torch.tensor([document])) for document in DOCUMENTS], dim=1)
@@ -811,7 +790,7 @@ def test_packed_documents_are_documents_alone(kind, windows):
     torch.testing.assert_close(torch.cat(pieces, dim=1), alone, rtol=0, atol=1e-5)
 
 
-def test_each_row_has_its_own_documents_and_padding_comes_on_top():
+def test_packed_rows_with_padding():
     model, rows = make(windows=[3, None]), [DOCUMENTS, [DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[1]]]
     packed = [pack(documents) for documents in rows]
     ids = torch.cat([row for row, _ in packed])
@@ -828,14 +807,13 @@ def test_each_row_has_its_own_documents_and_padding_comes_on_top():
             start = end
 
 
-def test_a_mask_never_shows_what_comes_later():
+def test_mask_shows_nothing_later():
     model, ids = make(), torch.arange(6)[None]
     torch.testing.assert_close(model(ids, mask=torch.ones(6, 6).bool()), model(ids))
 
 
 @pytest.mark.parametrize("padded_too", [False, True])
 def test_loss_of_the_answer_alone(padded_too):
-    torch.manual_seed(0)
     logits, ids = torch.randn(3, 6, V), torch.randint(0, V, (3, 6))
     predict, keep = torch.rand(3, 6) < 0.5, torch.ones(3, 6).bool()
     if padded_too:
@@ -853,7 +831,7 @@ def test_loss_of_the_answer_alone(padded_too):
     assert nothing == 0
 
 
-def test_prompt_tokens_get_no_gradient_from_the_loss_of_the_answer():
+def test_prompt_gets_no_gradient():
     logits = torch.randn(1, 5, V, requires_grad=True)
     predict = torch.tensor([[False, False, False, True, True]])
     tb.next_token_loss(logits, torch.tensor([[1, 2, 3, 4, 5]]), predict=predict).backward()
@@ -873,7 +851,7 @@ def mixed_modes(model):
     return [module.training for module in model.modules()]
 
 
-def test_training_flags_are_as_before_and_off_meanwhile():
+def test_training_flags_stay():
     model, seen = make(), []
     before = mixed_modes(model)
     hook = model.final_norm.register_forward_hook(
@@ -882,12 +860,12 @@ def test_training_flags_are_as_before_and_off_meanwhile():
     model.generate(torch.tensor([[1]]), 2)
     hook.remove()
     assert [module.training for module in model.modules()] == before
-    assert not any(flag for flags in seen for flag in flags)
+    assert seen == [(False, *before)] * 2
     assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_training_flags_and_grad_mode_are_as_before_after_an_error(error):
+def test_flags_after_an_error(error):
     def stop(*_):
         raise error
 
@@ -905,71 +883,15 @@ def test_generated_ids_carry_no_graph():
 
 
 IDS = torch.tensor([[1, 2, 3]])
-BAD_GENERATE = {
-    "empty prompt": ({"ids": torch.zeros(1, 0).long()}, ValueError, "ids"),
-    "ids of one axis": ({"ids": IDS[0]}, ValueError, "ids"),
-    "floating ids": ({"ids": IDS.float()}, TypeError, "ids"),
-    "bool ids": ({"ids": IDS.bool()}, TypeError, "ids"),
-    "list of ids": ({"ids": [[1]]}, TypeError, "ids"),
-    "ids past V": ({"ids": IDS + V}, ValueError, f"{V + 1} … {V + 3}"),
-    "negative ids": ({"ids": IDS - 2}, ValueError, "-1 … 1"),
-    "past max_len": ({"max_new_tokens": MAX_LEN - 2}, ValueError, f"max_len={MAX_LEN}"),
-    "negative count": ({"max_new_tokens": -1}, ValueError, "max_new_tokens .*-1"),
-    "count of 1.5": ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens .*1.5"),
-    "count True": ({"max_new_tokens": True}, TypeError, "max_new_tokens .*True"),
-    "temperature below 0": ({"temperature": -0.1}, ValueError, "temperature .*-0.1"),
-    "temperature nan": ({"temperature": math.nan}, ValueError, "temperature .*nan"),
-    "temperature inf": ({"temperature": math.inf}, ValueError, "temperature .*inf"),
-    "temperature text": ({"temperature": "1"}, TypeError, "temperature .*'1'"),
-    "top_k of 0": ({"top_k": 0}, ValueError, "top_k .*0"),
-    "top_k of 1.5": ({"top_k": 1.5}, TypeError, "top_k .*1.5"),
-    "top_p of 0": ({"top_p": 0.0}, ValueError, "top_p .*0"),
-    "top_p above 1": ({"top_p": 1.01}, ValueError, "top_p .*1.01"),
-    "top_p nan": ({"top_p": math.nan}, ValueError, "top_p .*nan"),
-    "eos_id past V": ({"eos_id": V}, ValueError, f"eos_id .*{V}"),
-    "eos_id negative": ({"eos_id": -1}, ValueError, "eos_id .*-1"),
-    "eos_id of 1.0": ({"eos_id": 1.0}, TypeError, "eos_id .*1.0"),
-    "a seed for generator": ({"generator": 3}, TypeError, "generator .*3"),
-    "padded on the right": (
-        {"key_padding_mask": torch.tensor([[True, True, False]])},
-        ValueError,
-        "key_padding_mask .*left",
-    ),
-    "a hole": (
-        {"key_padding_mask": torch.tensor([[True, False, True]])},
-        ValueError,
-        "key_padding_mask .*left",
-    ),
-    "nothing but padding": (
-        {"key_padding_mask": torch.zeros(1, 3).bool()},
-        ValueError,
-        "key_padding_mask .*real",
-    ),
-    "integer mask": ({"key_padding_mask": torch.ones(1, 3).long()}, TypeError, "key_padding_mask"),
-    "short mask": ({"key_padding_mask": torch.ones(1, 2).bool()}, ValueError, "key_padding_mask"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_GENERATE)
-def test_bad_generate_is_refused_before_any_work(case):
-    change, error, message = BAD_GENERATE[case]
-    model, worked = make(), []
-    before, random_state = mixed_modes(model), torch.get_rng_state()
-    model.final_norm.register_forward_hook(lambda *_: worked.append(1))
-    with pytest.raises(error, match=message):
-        model.generate(**{"ids": IDS, "max_new_tokens": 2} | change)
-    assert worked == []
-    assert [module.training for module in model.modules()] == before
-    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 @pytest.mark.parametrize("temperature", [1e-8, 1e-320, 1e5])
-def test_extreme_temperature_gives_tokens(temperature):
+def test_extreme_temperature(temperature):
     out = make().generate(IDS, 3, temperature=temperature)
     assert 0 <= out.min() <= out.max() < V
 
 
-def test_huge_finite_temperature_is_a_temperature():
+def test_huge_temperature_draws_all():
     tokens = tb.pick_next_token(torch.tensor(LOGITS).expand(3000, 6), 1e30)
     assert tokens.unique().numel() == 6
 
@@ -979,7 +901,7 @@ def test_huge_top_k_keeps_all():
     assert tokens.unique().numel() == 6
 
 
-def test_forward_past_max_len_and_uneven_caches_are_refused():
+def test_forward_past_max_len():
     model = make()
     caches = model.new_caches()
     assert [type(cache) for cache in caches] == [tb.KVCache] * LAYERS
@@ -992,7 +914,7 @@ def test_forward_past_max_len_and_uneven_caches_are_refused():
     assert [cache.next_pos for cache in caches] == [3, MAX_LEN]
 
 
-def test_caches_of_mixed_presence_are_refused_and_none_means_no_cache():
+def test_caches_partly_there():
     model = make()
     assert torch.equal(model(IDS, kv_caches=None), model(IDS))
     cache = tb.KVCache()
@@ -1001,8 +923,49 @@ def test_caches_of_mixed_presence_are_refused_and_none_means_no_cache():
         model(IDS, kv_caches=[cache, None])
 
 
-def test_one_cache_for_two_layers_is_refused_by_name():
+def test_one_cache_for_two_layers():
     model, cache = make(), tb.KVCache()
     with pytest.raises(ValueError, match="kv_caches"):
         model(IDS, kv_caches=[cache, cache])
     assert cache.next_pos == 0
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, tb.TiedEmbedding])
+def test_grown_embedding_may_end_rows(kind):
+    model = make(tie_embeddings=True)
+    model.embedding = kind(V + 2, model.final_norm.weight.numel()).double()
+    assert model.generate(torch.tensor([[V + 1]]), 3, eos_id=V + 1).shape[1] <= 4
+    assert model(torch.tensor([[V + 1]])).shape == (1, 1, V + 2)
+    with pytest.raises(ValueError, match=f"eos_id .*{V + 2}"):
+        model.generate(torch.tensor([[1]]), 0, eos_id=V + 2)
+
+
+def test_larger_tied_table_ends_rows():
+    model = make(tie_embeddings=True)
+    table = model.embedding.weight.detach()
+    model.embedding.weight = nn.Parameter(torch.cat((table, 50 * table[3:4], -50 * table[3:4])))
+    out = model.generate(torch.tensor([[1, 2]]), 6, eos_id=(V, V + 1))
+    assert out[0, 2] in (V, V + 1)  # no other row is as long
+    assert out.shape == (1, 3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_logits_without_a_finite_best(dtype, temperature, value):
+    logits = torch.zeros(3, 5, dtype=dtype)
+    logits[1, 2] = value
+    with pytest.raises(ValueError, match=r"logits .*0\.0, (nan|inf), 0\.0"):
+        tb.pick_next_token(logits, temperature)
+    logits[1] = -torch.inf
+    with pytest.raises(ValueError, match="logits"):
+        tb.pick_next_token(logits, temperature)
+    logits[1, 4] = 0.0
+    assert tb.pick_next_token(logits, temperature)[1] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [1e-46, 5e-324, 1e-38])
+def test_smallest_top_p_is_greedy(top_p, dtype):
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 5.0]], dtype=dtype)
+    assert tb.pick_next_token(logits, 1.0, top_p=top_p).tolist() == [[1], [2]]

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformer_block as tb
+from blocks import randomised
 from torch import nn
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 # No two axes are alike, so that none can stand in for another.
 B, T, S, D, H, D_FF = 3, 5, 7, 12, 4, 20
@@ -26,21 +25,8 @@ PADDINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def draw(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-def randomised(module):
-    """Every parameter drawn anew: fresh norms are all ones and fresh biases zero."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.4)
-    return module
 
 
 def padding(kind):
@@ -121,7 +107,7 @@ def test_encoder_layer_equals_torch(pad, act, eps):
     assert_equal_with_gradients(ours, ours(x, keep), theirs, their_out, ENCODER, [x], kept)
 
 
-def test_encoder_layer_activation_is_relu_by_default():
+def test_encoder_act_is_relu_by_default():
     ours, theirs = copied(
         tb.VanillaEncoderLayer2017(D, H, D_FF), torch_layer(nn.TransformerEncoderLayer), ENCODER
     )
@@ -131,7 +117,7 @@ def test_encoder_layer_activation_is_relu_by_default():
 
 @pytest.mark.parametrize("pad", PADDINGS)
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
-def test_gpt2_layer_equals_torch_norm_first_with_a_causal_mask(pad, eps):
+def test_gpt2_layer_equals_torch(pad, eps):
     ours, theirs = copied(
         tb.GPT2StyleDecoderLayer(D, H, D_FF, eps=eps),
         torch_layer(
@@ -177,7 +163,7 @@ def test_seq2seq_layer_equals_torch(pad, memory_pad, lengths):
     assert_equal_with_gradients(ours, our_out, theirs, their_out, SEQ2SEQ, [x, memory], kept)
 
 
-def test_seq2seq_layer_takes_another_mask_than_the_causal_one():
+def test_seq2seq_layer_with_own_mask():
     ours, theirs = copied(
         tb.VanillaSeq2SeqDecoderLayer2017(D, H, D_FF),
         torch_layer(nn.TransformerDecoderLayer),
@@ -192,7 +178,7 @@ def test_seq2seq_layer_takes_another_mask_than_the_causal_one():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("masks", ["none", "mask", "mask of each row", "padding", "both"])
-def test_attention_equals_torch_with_inverted_masks(path, bias, cross, masks):
+def test_attention_equals_torch(path, bias, cross, masks):
     ours, theirs = copied(
         tb.MultiHeadAttention(D, H, bias=bias, attend=path),
         nn.MultiheadAttention(D, H, bias=bias, batch_first=True, dtype=torch.float64),
@@ -225,7 +211,7 @@ def test_attention_equals_torch_with_inverted_masks(path, bias, cross, masks):
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("keep_shape", [None, (T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (S,), ()])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_attend_equals_scaled_dot_product_attention(path, groups, keep_shape, scale):
+def test_attend_equals_torch(path, groups, keep_shape, scale):
     q, k, v = draw(B, 6, T, 4), draw(B, groups, S, 4), draw(B, groups, S, 3)
     keep = None if keep_shape is None else torch.rand(keep_shape) < 0.6
     if keep_shape:
@@ -284,7 +270,7 @@ KEEPS = {
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("sizes", CAUSAL_SIZES)
-def test_causal_paths_equal_a_loop_in_output_and_gradient(sizes, keep, groups, path):
+def test_causal_paths_equal_a_loop(sizes, keep, groups, path):
     """The last query stands beside the last key; queries before the first key get zeros."""
     T, S = CAUSAL_SIZES[sizes]
     q, k, v = draw(2, 4, T, 6), draw(2, groups, S, 6), draw(2, groups, S, 3)
@@ -310,7 +296,7 @@ def test_causal_paths_equal_a_loop_in_output_and_gradient(sizes, keep, groups, p
             torch.testing.assert_close(ours, theirs, **close)
 
 
-def test_the_fused_path_leaves_causality_to_the_kernel_where_nothing_else_is_masked(monkeypatch):
+def test_fused_causality_is_the_kernels(monkeypatch):
     asked, kernel = [], F.scaled_dot_product_attention
 
     def watched(q, k, v, attn_mask=None, **options):
@@ -328,7 +314,7 @@ def test_the_fused_path_leaves_causality_to_the_kernel_where_nothing_else_is_mas
 
 
 @pytest.mark.parametrize("name", ["GPT2StyleDecoderLayer", "ModernDecoderBlock"])
-def test_blocks_ask_for_causality_and_make_no_mask(name):
+def test_blocks_make_no_mask(name):
     """A mask that is given is the whole of what may be seen, later keys too."""
     asked = []
 
@@ -374,7 +360,7 @@ def complex_rotation(x, turns):
 @pytest.mark.parametrize("r", [2, 4, 8])
 @pytest.mark.parametrize("start", [0, 3, 295])
 @pytest.mark.parametrize("base", [10000.0, 7])
-def test_rotation_equals_complex_multiplication(r, start, base):
+def test_rotation_is_complex_product(r, start, base):
     cos, sin = (table[start : start + T] for table in tb.build_rope_cache(300, r, base))
     angles = torch.arange(start, start + T).double()[:, None] * base ** (
         -torch.arange(0, r, 2).double() / r
@@ -392,7 +378,7 @@ def test_rotation_equals_complex_multiplication(r, start, base):
 
 
 @pytest.mark.parametrize("base", [10000.0, 500000.0, 3])
-def test_rope_tables_are_the_exact_ones_rounded_to_float32(base):
+def test_rope_tables_are_exact(base):
     cos, sin = tb.build_rope_cache(5000, 6, base)
     assert cos.shape == sin.shape == (5000, 6)
     angles = torch.arange(5000).double()[:, None] * base ** (-torch.arange(0, 6, 2).double() / 6)
@@ -402,7 +388,7 @@ def test_rope_tables_are_the_exact_ones_rounded_to_float32(base):
 
 
 @pytest.mark.parametrize("d_model", [1, 6, 7])
-def test_sinusoidal_table_is_a_sine_and_a_cosine_for_each_frequency(d_model):
+def test_sinusoidal_table(d_model):
     table = tb.sinusoidal_positions(400, d_model)
     assert (table.shape, table.dtype) == ((400, d_model), torch.float32)
     for channel in range(d_model):
@@ -415,7 +401,7 @@ def size(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_parameter_formulas_count_the_parameters_of_torch():
+def test_parameter_formulas():
     for d_model, heads in ((12, 4), (96, 8)):
         whole = size(nn.MultiheadAttention(d_model, heads, bias=False))
         assert tb.attention_parameters(d_model, heads) == whole
@@ -430,7 +416,7 @@ def test_parameter_formulas_count_the_parameters_of_torch():
     assert tb.ffn_parameters(12, 20, gated=True) == 3 * matrix
 
 
-def test_cache_formulas_count_what_is_stored():
+def test_cache_formulas():
     k = v = torch.zeros(5, 2, 7, 16, dtype=torch.float16)  # (batch, KV heads, length, head_dim)
     assert tb.kv_cache_elements(2, 16) == k[0, :, 0].numel() + v[0, :, 0].numel()
     assert tb.kv_cache_bytes(3, 2, 16, 7, batch=5) == 3 * (k.nbytes + v.nbytes)
@@ -451,5 +437,5 @@ def test_cache_formulas_count_what_is_stored():
         (5, 4, 1.0, 16),
     ],
 )
-def test_gated_hidden_size_is_that_of_llama(d_model, multiple_of, multiplier, d_ff):
+def test_gated_hidden_size_of_llama(d_model, multiple_of, multiplier, d_ff):
     assert tb.gated_hidden_size(d_model, multiple_of, multiplier) == d_ff

@@ -10,12 +10,13 @@ import itertools
 import pickle
 import threading
 
+import accelerate
 import pytest
 import torch
+import torch.nn.utils.parametrize
 import transformer_block as tb
+from blocks import randomised
 from torch import nn
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 V, D, H, G, D_FF, MAX_LEN = 31, 16, 4, 2, 24, 64
 IDS = torch.tensor([[5, 0, 30, 7, 7, 12, 1], [3, 9, 9, 2, 28, 4, 11]])
@@ -48,10 +49,7 @@ def make_lm(kind="modern", seed=0, **options):
     """A model in float64 with every parameter drawn, norms too."""
     torch.manual_seed(seed)
     lm = tb.DecoderOnlyLM(V, D, 2, H, G, D_FF, max_len=MAX_LEN, make_block=MODELS[kind], **options)
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter.normal_(std=0.5)
-    return lm.double()
+    return randomised(lm)
 
 
 def in_pieces(lm, ids, lengths=PIECES):
@@ -122,7 +120,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{k}-{n}" for k, n in PARTS])
-def test_wrapped_part_is_called_whole_in_pieces_and_after_every_move(kind, name, way):
+def test_wrapped_part_is_called(kind, name, way):
     lm = make_lm(kind, tie_embeddings=False)
     before = lm(IDS)
     called = []
@@ -219,7 +217,7 @@ def exact(move):
 
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_classifier_in_the_heads_place_stays(tied, move):
+def test_classifier_as_head(tied, move):
     lm = make_lm(tie_embeddings=tied)
     lm.lm_head = nn.Linear(D, 2, bias=False).double()
     weight, wanted = lm.lm_head.weight.detach().clone(), lm(IDS)
@@ -234,7 +232,7 @@ def test_a_classifier_in_the_heads_place_stays(tied, move):
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_low_rank_head_and_an_embedding_without_weight_stay(move):
+def test_low_rank_head_and_embedding(move):
     lm = make_lm(tie_embeddings=False)
     lm.lm_head, lm.embedding = LowRankHead(lm.lm_head), BareEmbedding()
     wanted, keys = lm(IDS), list(lm.state_dict())
@@ -246,7 +244,7 @@ def test_a_low_rank_head_and_an_embedding_without_weight_stay(move):
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_larger_embedding_in_place_is_the_tied_head_too(move):
+def test_larger_embedding_is_the_head(move):
     lm = make_lm()
     lm(IDS)  # nothing of the old table may be kept
     lm.embedding = nn.Embedding(V + 3, D).double()
@@ -261,7 +259,7 @@ def test_a_larger_embedding_in_place_is_the_tied_head_too(move):
 @pytest.mark.parametrize("kind", ["modern", "experts"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_state_dict_keys_are_the_parameters_and_stay(kind, tied, move):
+def test_state_dict_keys_stay(kind, tied, move):
     lm = make_lm(kind, tie_embeddings=tied)
     keys, wanted = list(lm.state_dict()), lm(IDS)
     STATE["kept"] = {name: tensor.clone() for name, tensor in lm.state_dict().items()}
@@ -277,7 +275,7 @@ def test_state_dict_keys_are_the_parameters_and_stay(kind, tied, move):
 # =============================================================================================
 
 
-def test_a_file_that_holds_the_table_once_loads_strictly_and_two_matrices_are_refused():
+def test_strict_load_of_a_tied_file():
     tied, untied = make_lm(seed=1), make_lm(seed=2, tie_embeddings=False)
     fresh, state = make_lm(seed=3), untied.state_dict()
     assert not any(fresh.load_state_dict(tied.state_dict()))
@@ -293,7 +291,7 @@ def test_a_file_that_holds_the_table_once_loads_strictly_and_two_matrices_are_re
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["modern", "latent", "experts"])
-def test_a_model_of_int8_layers_runs_moves_and_loads(kind, tied):
+def test_model_of_int8_layers(kind, tied):
     lm = make_lm(kind, tie_embeddings=tied).float()
     with torch.no_grad():
         for parameter in lm.parameters():
@@ -309,7 +307,7 @@ def test_a_model_of_int8_layers_runs_moves_and_loads(kind, tied):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_skeleton_without_memory_computes_with_the_parameters_it_is_given(kind, tied):
+def test_functional_call_of_a_skeleton(kind, tied):
     lm = make_lm(kind, tie_embeddings=tied)
     base = copy.deepcopy(lm).to("meta")
     assert all(parameter.is_meta for parameter in base.parameters())
@@ -326,7 +324,7 @@ def test_a_skeleton_without_memory_computes_with_the_parameters_it_is_given(kind
     assert torch.equal(filled(other, lm)(IDS), lm(IDS))
 
 
-def test_stacked_models_under_vmap_are_those_of_a_loop():
+def test_stacked_models_under_vmap():
     models = [make_lm(seed=seed) for seed in (1, 2, 3)]
     parameters, _ = torch.func.stack_module_state(models)
     base = copy.deepcopy(models[0]).to("meta")
@@ -371,8 +369,7 @@ class Squared(nn.Linear):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("up", UPS)
-def test_pieces_equal_the_full_pass_with_any_kv_up(up, mode):
-    torch.manual_seed(0)
+def test_pieces_with_any_kv_up(up, mode):
     mla, cache = latent_attention().double(), tb.KVCache()
     UPS[up](mla)
     x, (cos, sin) = torch.randn(2, 6, D).double(), tb.build_rope_cache(8, 4)
@@ -385,8 +382,7 @@ def test_pieces_equal_the_full_pass_with_any_kv_up(up, mode):
         torch.testing.assert_close(torch.cat(steps, dim=1), full, **close)
 
 
-def test_gradient_hooks_of_kv_up_run_in_every_step():
-    torch.manual_seed(0)
+def test_gradient_hooks_of_kv_up():
     mla, cache, seen = latent_attention().double(), tb.KVCache(), []
     mla.kv_up.register_full_backward_hook(lambda *_: seen.append(1))
     x, (cos, sin) = torch.randn(1, 5, D).double().requires_grad_(), tb.build_rope_cache(8, 4)
@@ -425,7 +421,7 @@ BUILDERS = {
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_default_rotation_width_is_what_the_blocks_turn(builder):
+def test_default_rotation_width(builder):
     make_block, width = BUILDERS[builder]
     models = []
     for options in ({}, {"rope_dim": width}):
@@ -438,7 +434,6 @@ def test_default_rotation_width_is_what_the_blocks_turn(builder):
 
 def test_all_of_a_wide_head_is_turned():
     """The logits of a shell without rope_dim equal its parts called with a table of width 8."""
-    torch.manual_seed(0)
     lm = tb.DecoderOnlyLM(V, D, 2, H, G, max_len=MAX_LEN, make_block=wide_block).double()
     cos, sin = tb.build_rope_cache(7, 8)
     x = lm.embedding(IDS)
@@ -450,7 +445,7 @@ def test_all_of_a_wide_head_is_turned():
     assert (narrow(IDS) - lm(IDS)).abs().max() > 1e-7
 
 
-def test_widths_that_differ_need_a_rope_dim():
+def test_differing_widths_need_rope_dim():
     def make_block(layer):
         return wide_block(layer) if layer else tb.ModernDecoderBlock(D, H, G, D_FF)
 
@@ -470,7 +465,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("call", ["forward", "cached", "generate"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_blocks_added_or_dropped_are_refused_until_windows_fit_and_then_called(change, call):
+def test_blocks_added_or_dropped(change, call):
     lm, calls = make_lm(), []
 
     def run():
@@ -489,7 +484,7 @@ def test_blocks_added_or_dropped_are_refused_until_windows_fit_and_then_called(c
     assert len(lm.new_caches()) == len(lm.blocks)
 
 
-def test_a_list_of_blocks_put_in_place_is_the_stack():
+def test_list_of_blocks_is_the_stack():
     lm = make_lm()
     kept = lm.blocks[1]
     lm.blocks, lm.windows = nn.ModuleList([kept]), [None]
@@ -521,7 +516,7 @@ FAILING = {
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("error", [StopHereError, KeyboardInterrupt])
 @pytest.mark.parametrize("part", FAILING)
-def test_caches_are_taken_back_when_a_part_fails(part, error, mode):
+def test_failing_part_restores_caches(part, error, mode):
     def fail(*_):
         raise error
 
@@ -564,7 +559,7 @@ class Marked(tb.KVCache):
     "duplicate", [copy.copy, copy.deepcopy, lambda c: copy.deepcopy({1: c})[1]]
 )
 @pytest.mark.parametrize("filled", [False, True])
-def test_copies_of_a_subclass_keep_its_class_and_attributes(duplicate, filled):
+def test_copies_of_a_subclass(duplicate, filled):
     cache, lm = Marked("first", MAX_LEN), make_lm()
     if filled:
         lm(IDS, kv_caches=[cache, tb.KVCache()])
@@ -621,3 +616,115 @@ def test_eight_threads_share_a_model(kind):
         assert all(torch.equal(out, logits) for out in outs[::2])
         assert all(torch.equal(out, tokens) for out in outs[1::2])
     assert not any(module.training for module in lm.modules())
+
+
+# =============================================================================================
+# One table for both ends: its module sees both
+# =============================================================================================
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_offloaded_weights(kind, tied):
+    lm = make_lm(kind, tie_embeddings=tied)
+    wanted, said = lm(IDS), lm.generate(IDS[:1], 4, eos_id=V - 1)
+    pieces = in_pieces(lm, IDS)
+    accelerate.cpu_offload(lm)
+    assert all(parameter.is_meta for parameter in lm.parameters())
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(lm(IDS), wanted.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(in_pieces(lm, IDS), pieces, **close)
+    assert torch.equal(lm.generate(IDS[:1], 4, eos_id=V - 1), said)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_tied_logits_and_gradients(plain):
+    lm = make_lm()
+    if plain:
+        table, lm.embedding = lm.embedding.weight, nn.Embedding(V, D).double()
+        lm.embedding.weight = table
+    hidden = []
+    lm.final_norm.register_forward_hook(lambda _module, _args, out: hidden.append(out))
+    lm.blocks = nn.ModuleList()
+    lm.windows = []
+    logits = lm(IDS)
+    x = lm.embedding.weight[IDS]
+    x = x / (x.square().mean(-1, keepdim=True) + lm.final_norm.eps).sqrt() * lm.final_norm.weight
+    torch.testing.assert_close(hidden[0], x, **close)
+    torch.testing.assert_close(logits, torch.einsum("btd,vd->btv", x, lm.embedding.weight), **close)
+    (got,) = torch.autograd.grad(logits.sin().sum(), lm.embedding.weight, retain_graph=True)
+    wanted = torch.einsum("btd,vd->btv", x, lm.embedding.weight).sin().sum()
+    (wanted,) = torch.autograd.grad(wanted, lm.embedding.weight)
+    torch.testing.assert_close(got, wanted, **close)
+
+
+def test_wrapped_tied_embedding():
+    lm, seen = make_lm(), []
+    lm.embedding.register_forward_hook(lambda _module, args, _out: seen.append(args[0].dtype))
+    before = lm(IDS)
+    assert seen == [torch.int64, torch.float64]
+    lm.embedding = Adapter(lm.embedding)
+    lm.embedding.register_forward_hook(lambda _module, _args, out: seen.append(out.shape[-1]))
+    after = lm(IDS)
+    assert seen[2:] == [torch.int64, D, torch.float64, V]
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_hooked_tied_embedding():
+    lm = make_lm()
+    table, lm.embedding = lm.embedding.weight, nn.Embedding(V, D).double()
+    lm.embedding.weight = table
+    lm.embedding.register_forward_hook(lambda _module, _args, out: 3 * out)
+    doubled = make_lm()
+    doubled.embedding.weight.data *= 3
+    torch.testing.assert_close(lm(IDS), doubled(IDS), **close)
+
+
+@pytest.mark.parametrize("router", [tb.SoftmaxRouter, tb.SigmoidRouter])
+def test_grown_router_and_mixture(router):
+    def built(n_experts):
+        torch.manual_seed(3)
+        ffn = tb.MixtureFFN(
+            router(D, n_experts, 2), [tb.GatedFFN(D, D_FF) for _ in range(n_experts)]
+        )
+        return ffn.double()
+
+    grown, wanted, x = built(3), built(4), torch.randn(2, 5, D).double()
+    grown.experts.append(wanted.experts[3])
+    grown.router.router = wanted.router.router
+    if router is tb.SigmoidRouter:
+        grown.router.selection_bias = torch.zeros(4).double()
+    for have, want in zip(grown.experts, wanted.experts):
+        have.load_state_dict(want.state_dict())
+    torch.testing.assert_close(grown(x), wanted(x), **close)
+    assert grown.router.tokens_per_expert == wanted.router.tokens_per_expert
+    assert len(tb.MixtureFFN(grown.router, grown.experts).experts) == 4
+
+
+def test_kv_up_of_no_plain_tensor():
+    class Int8(torch.Tensor):
+        """As quantised weights are: a product is all that it can do."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            assert func is not torch.Tensor.unflatten, "read around the module's call"
+            return super().__torch_function__(func, types, args, kwargs)
+
+    lm = make_lm("latent")
+    wanted = lm(IDS)
+    for block in lm.blocks:
+        weight = block.attn.kv_up.weight.detach().as_subclass(Int8)
+        block.attn.kv_up.weight = nn.Parameter(weight, requires_grad=False)
+    torch.testing.assert_close(in_pieces(lm, IDS).as_subclass(torch.Tensor), wanted, **close)
+
+
+def test_kv_up_with_a_parametrization():
+    class Halved(nn.Module):
+        def forward(self, weight):
+            return 0.5 * weight
+
+    lm = make_lm("latent")
+    for block in lm.blocks:
+        nn.utils.parametrize.register_parametrization(block.attn.kv_up, "weight", Halved())
+    torch.testing.assert_close(in_pieces(lm, IDS), lm(IDS), **close)

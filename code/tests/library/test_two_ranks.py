@@ -94,6 +94,43 @@ def fully_sharded(mesh) -> dict[str, Tensor]:
     return {name: gathered(p).detach() for name, p in block.named_parameters()}
 
 
+def new_lm(latent: bool) -> tb.DecoderOnlyLM:
+    """The same weights on every rank; the head is tied."""
+    torch.manual_seed(2)
+
+    def make_block(_layer: int) -> nn.Module:
+        sizes = {"kv_rank": 5, "rope_dim": 4, "nope_dim": 3, "v_dim": 2}
+        attn = tb.MultiHeadLatentAttention(D, H, **sizes) if latent else None
+        return tb.ModernDecoderBlock(D, H, G, D_FF, attn=attn)
+
+    lm = tb.DecoderOnlyLM(11, D, 1, H, G, D_FF, max_len=16, make_block=make_block).double()
+    for parameter in lm.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return lm
+
+
+SHARDED = {"embedding": (False, ["embedding"]), "embedding and kv_up": (True, ["kv_up"])}
+IDS = torch.tensor([[1, 5, 10, 3, 0, 7, 7], [2, 9, 4, 4, 8, 6, 1]])
+
+
+def fully_sharded_parts(mesh, case: str) -> dict:
+    """Only the named parts are sharded: whatever reads a weight around their call sees a piece."""
+    latent, parts = SHARDED[case]
+    lm = new_lm(latent)
+    for name, part in list(lm.named_modules()):
+        if name.rpartition(".")[2] in ("embedding", *parts):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    caches = lm.new_caches()
+    with torch.no_grad():
+        decoded = torch.cat([lm(ids, kv_caches=caches) for ids in IDS.split((4, 1, 2), 1)], dim=1)
+    loss = lm(IDS[mesh.get_rank()][None]).square().mean()
+    loss.backward()
+    gradients = {
+        name: p.grad.full_tensor() for name, p in lm.named_parameters() if isinstance(p, DTensor)
+    }
+    return {"decoded": decoded, "gradients": gradients}
+
+
 def train_one_step(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
     block(x, cos, sin).square().mean().backward()
@@ -109,6 +146,7 @@ def run_rank(rank: int, folder: Path) -> None:
     seen["too many ranks"] = too_many_ranks(mesh)
     if CPU_EVENTS:
         seen["fully sharded"] = fully_sharded(mesh)
+        seen["parts"] = {case: fully_sharded_parts(mesh, case) for case in SHARDED}
     torch.save(seen, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads outlive the group, and can abort the interpreter's shutdown
@@ -127,7 +165,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_split_over_ranks_the_block_gives_the_same(ranks, path):
+def test_split_block_gives_the_same(ranks, path):
     x, cos, sin = inputs()
     expected = new_block()(x, cos, sin).detach()
     for seen in ranks:
@@ -136,7 +174,7 @@ def test_split_over_ranks_the_block_gives_the_same(ranks, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_each_rank_caches_its_half_of_the_kv_heads(ranks, path):
+def test_rank_caches_its_kv_heads(ranks, path):
     x, cos, sin = inputs()
     whole = tb.KVCache()
     new_block()(x, cos, sin, kv_cache=whole)
@@ -147,7 +185,7 @@ def test_each_rank_caches_its_half_of_the_kv_heads(ranks, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_split_over_ranks_the_gradients_are_the_same(ranks, path):
+def test_split_gradients_are_the_same(ranks, path):
     x, cos, sin = inputs()
     block = new_block()
     block(x, cos, sin).square().mean().backward()
@@ -159,7 +197,7 @@ def test_split_over_ranks_the_gradients_are_the_same(ranks, path):
                 assert_same(seen[path]["gradients"][name], parameter.grad)
 
 
-def test_more_ranks_than_kv_heads_is_refused(ranks):
+def test_more_ranks_than_kv_heads(ranks):
     for seen in ranks:
         message = seen["too many ranks"]
         assert "n_kv_heads" in message
@@ -168,7 +206,7 @@ def test_more_ranks_than_kv_heads_is_refused(ranks):
 
 
 @pytest.mark.skipif(not CPU_EVENTS, reason="this torch cannot fully_shard on a CPU")
-def test_fully_sharded_one_step_gives_the_same_parameters(ranks):
+def test_fully_sharded_step(ranks):
     start, block = new_block(), new_block()
     train_one_step(block, *inputs())
     for name, parameter in block.named_parameters():
@@ -179,6 +217,20 @@ def test_fully_sharded_one_step_gives_the_same_parameters(ranks):
             )
 
 
+@pytest.mark.skipif(not CPU_EVENTS, reason="this torch cannot fully_shard on a CPU")
+@pytest.mark.parametrize("case", SHARDED)
+def test_single_parts_sharded(ranks, case):
+    lm = new_lm(SHARDED[case][0])
+    wanted = lm(IDS).detach()
+    sum(lm(row[None]).square().mean() / RANKS for row in IDS).backward()
+    for seen in ranks:
+        torch.testing.assert_close(seen["parts"][case]["decoded"], wanted, atol=1e-10, rtol=0)
+        assert len(seen["parts"][case]["gradients"]) == len(case.split(" and "))
+        for name, gradient in seen["parts"][case]["gradients"].items():
+            wanted_gradient = lm.get_parameter(name).grad
+            torch.testing.assert_close(gradient, wanted_gradient, atol=1e-10, rtol=0)
+
+
 def run_example(*command: str, **options) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     environment.pop("RANK", None)
@@ -186,7 +238,7 @@ def run_example(*command: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *command], check=False, **options)
 
 
-def test_the_example_shows_both_under_torchrun():
+def test_example_under_torchrun():
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     run = run_example(*torchrun, str(EXAMPLE))
     assert run.returncode == 0, run.stderr
@@ -198,7 +250,7 @@ def test_the_example_shows_both_under_torchrun():
 
 
 @pytest.mark.parametrize(("options", "status"), [(["--help"], 0), ([], 2)])
-def test_the_example_says_its_torchrun_line(options, status):
+def test_example_says_its_command(options, status):
     run = run_example(str(EXAMPLE.relative_to(ROOT)), *options, cwd=ROOT)
     assert run.returncode == status
     line = "torchrun --standalone --nproc-per-node 2 code/examples/tensor_parallel.py"

@@ -100,7 +100,7 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_ranks_use_different_experts(ranks, name):
+def test_ranks_use_different_experts(ranks, name):
     first, second = (set(seen[name, "experts"]) for seen in ranks)
     assert first and second and not first & second
 
@@ -116,7 +116,7 @@ def test_the_ranks_use_different_experts(ranks, name):
         ),
     ],
 )
-def test_gradients_are_the_mean_over_the_ranks(ranks, name, how):
+def test_gradients_are_the_ranks_mean(ranks, name, how):
     for step in range(STEPS):
         layer = new_layer(name)
         for rank in range(RANKS):

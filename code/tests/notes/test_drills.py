@@ -5,15 +5,12 @@ import types
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from notes import build
 from notes import planted_faults as pf
 
 TEXT = build.NOTES.read_text(encoding="utf-8")
 DRILL = re.compile(r"^\*\*Drill (\d+)\.\*\* `([\w.]+)`\. .*?^</details>$", re.M | re.S)
-
-torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 
 class Drill(NamedTuple):
@@ -72,7 +69,7 @@ def failing(place: str, text: str) -> list[str]:
     return [name for name, run in demos if not module.main_verdict(run, "cpu")[0]]
 
 
-def test_there_are_ten_drills_of_ten_faults():
+def test_ten_drills_of_ten_faults():
     assert [drill.number for drill in DRILLS] == list(range(1, 11))
     assert len({drill.fault.name for drill in DRILLS}) == 10
 
@@ -86,7 +83,7 @@ def test_answer_takes_the_fault_out(drill):
 
 
 @pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.fault.name)
-def test_answer_names_demos_that_see_the_fault(drill):
+def test_answer_names_its_demos(drill):
     assert drill.demos and set(drill.demos) <= set(pf.failing(drill.fault))
 
 
@@ -106,7 +103,7 @@ def test_drill_shows_the_faulty_text(drill):
     assert not all(stands(line, right) for line in shown)
 
 
-def test_a_diff_that_leaves_the_fault_in_is_seen():
+def test_diff_that_leaves_the_fault():
     drill = next(drill for drill in DRILLS if drill.fault.name == "dead-rows-nan-gradient")
     faulty = pf.patched(drill.fault)
     assert failing(drill.place, corrected(faulty, drill.removed, "blocked = ~keep & ~alive"))

@@ -56,19 +56,19 @@ def version(svg: str) -> str:
     return re.search(r"Matplotlib v([\d.]+)", svg)[1]
 
 
-def test_the_folder_holds_what_is_drawn(drawn):
+def test_folder_holds_what_is_drawn(drawn):
     assert {path.stem for path in FOLDER.glob("*.svg")} == set(drawn) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_labels_are_what_the_library_does_today(drawn, name):
+def test_labels_are_todays(drawn, name):
     old, new = labels(committed(name)), labels(drawn[name])
     # A measured figure may round the other way on another machine.
     assert not differences("|".join(old), "|".join(new), limit=0.011), "python code/figures/draw.py"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drawing_is_what_the_library_does_today(drawn, name):
+def test_drawing_is_todays(drawn, name):
     old, new = committed(name), drawn[name]
     if version(old) != version(new):
         pytest.skip(f"drawn with matplotlib {version(old)}, here is {version(new)}")
@@ -93,16 +93,24 @@ def alt_texts(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shown_with_a_text_for_those_who_cannot_see_it(name):
+def test_shown_with_an_alt_text(name):
     assert alt_texts(name)
     assert all(len(alt.split()) >= 12 for alt in alt_texts(name))
 
 
-MEASURED = ["gpt2_llama", "stream_growth", "kv_sharing", "mla", "cache_per_token", "weights"]
+MEASURED = [
+    "gpt2_llama",
+    "stream_growth",
+    "kv_sharing",
+    "mla",
+    "cache_per_token",
+    "mixed_caches",
+    "weights",
+]
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_figures_in_the_text_stand_in_the_picture(name):
+def test_alt_numbers_stand_in_it(name):
     def figures(text: str) -> set[str]:
         return set(re.findall(r"(?<![\w.-])\d(?:[\d,]*\d)?(?:\.\d+)?(?!\w)", text))
 
@@ -163,7 +171,7 @@ def test_wiring_shows_a_rewired_block():
     assert edges(Rewired()) ^ SERIAL == {"+ norm2", "x norm2", "+ +"}
 
 
-def test_stream_and_branches_have_their_places():
+def test_stream_and_branches():
     nodes = draw.traced(tb.ParallelDecoderBlock(shared_norm=False)).nodes
     places = {node.label: (node.row, node.column) for node in nodes}
     assert places == {
@@ -190,7 +198,7 @@ def test_heads_read_their_group():
     assert draw.heads_read(q, k, v) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_every_figure_says_what_it_shows():
+def test_figure_says_what_it_shows():
     assert all(inspect.getdoc(figure) for figure in draw.FIGURES)
 
 

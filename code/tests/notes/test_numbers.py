@@ -5,31 +5,24 @@ from the script's counting functions, and the whole phrase must stand in that se
 and line breaks do not matter).
 """
 
-import importlib.util
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformer_block as tb
 
-ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "code" / "transformer_block.py"
-NOTES = (ROOT / "transformer_block_tutorial.md").read_text(encoding="utf-8")
-SOURCE = SCRIPT.read_text(encoding="utf-8")
-spec = importlib.util.spec_from_file_location("transformer_block_numbers", SCRIPT)
-tb = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tb)
+from notes import build
+
+NOTES = build.NOTES.read_text(encoding="utf-8")
+SOURCE = build.SCRIPT
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
 def section(number):
-    """The text from the heading of a section to the next section's, white space collapsed."""
-    found = re.search(rf"^## §{number} .*?(?=^## |\Z)", NOTES, re.M | re.S)
-    assert found, f"no section {number} in the notes"
-    return re.sub(r"\s+", " ", found.group(0))
+    return build.phrases_of(NOTES, str(number))
 
 
 def n(x):
@@ -262,7 +255,7 @@ CLAIMS = [claim for part in PARTS for claim in part()]
 
 
 @pytest.mark.parametrize(("number", "text"), CLAIMS, ids=[text[:48] for _, text in CLAIMS])
-def test_a_recomputed_number_stands_in_its_section(number, text):
+def test_number_stands_in_its_section(number, text):
     assert text in section(number)
 
 
@@ -306,7 +299,7 @@ def test_the_stream_grows_as_stated():
     assert post[64] == pytest.approx(1, abs=0.01)
 
 
-def test_a_final_norm_behind_a_post_ln_layer_only_rounds():
+def test_norm_after_post_ln_rounds():
     x = tb.VanillaEncoderLayer2017()(torch.randn(2, 5, 96))
     assert (torch.nn.LayerNorm(96)(x) - x).abs().max() < 1e-4
     assert "behind a fresh norm it changes nothing but rounding" in section(2)
@@ -443,7 +436,7 @@ LATER_CLAIMS = [claim for part in LATER for claim in part()]
 
 
 @pytest.mark.parametrize(("number", "text"), LATER_CLAIMS, ids=[t[:48] for _, t in LATER_CLAIMS])
-def test_a_recomputed_number_of_the_second_edition_stands_in_its_section(number, text):
+def test_number_stands_since_edition_2(number, text):
     assert text in section(number)
 
 
@@ -454,20 +447,20 @@ def test_rank_of_latent_attention():
     assert torch.linalg.matrix_rank(up[:16]) == 16 and torch.linalg.matrix_rank(up) == 64
 
 
-def test_where_the_two_attention_paths_differ():
+def test_where_the_two_paths_differ():
     q = torch.full((1, 1, 1, 64), 120.0).half()
     v = torch.ones_like(q)
     assert tb.attend(q, q, v).isnan().any() and tb.attend_fused(q, q, v).isfinite().all()
     assert "float16 scores over 65,504 overflow in `attend` alone" in section(7)
 
 
-def test_a_single_query_may_need_a_mask():
+def test_single_query_may_need_a_mask():
     mask = tb.build_causal_mask(torch.tensor([5]), torch.arange(6), window=3)
     assert mask.tolist() == [[False] * 3 + [True] * 3]
     assert "none, unless a window or padding hides keys" in section(1)
 
 
-def test_the_balance_loss_counts_padding():
+def test_balance_loss_counts_padding():
     moe, x = tb.MoEFFN(8, 16), torch.randn(1, 6, 8)
     moe(torch.cat((x, torch.zeros(1, 4, 8)), 1))
     assert sum(moe.tokens_per_expert) == 10
@@ -477,7 +470,7 @@ def test_the_balance_loss_counts_padding():
 # --- sizes of named models, where a default of the library is the checkpoint's
 
 
-def test_sizes_of_named_models_are_those_of_the_library():
+def test_sizes_of_named_models():
     transformers = pytest.importorskip("transformers")
     gptj, neox = transformers.GPTJConfig(), transformers.GPTNeoXConfig()
     head = gptj.n_embd // gptj.n_head
@@ -519,7 +512,7 @@ def test_sizes_of_named_models_are_those_of_the_library():
     assert "128 heads, 128 + 64 channels per query and key, values of 128, d_c = 512" in section(5)
 
 
-def test_the_routers_of_the_script_give_the_examples():
+def test_routers_give_the_examples():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     cases = [
         (tb.SoftmaxRouter(4, 4, 1, renormalise=False), "0.6439"),
@@ -539,7 +532,7 @@ def test_the_routers_of_the_script_give_the_examples():
         assert f"| {example} |" in section(6)
 
 
-def test_the_sink_of_the_script_is_the_gate_of_the_formula():
+def test_sink_is_the_formulas_gate():
     sink = tb.SinkAttention(2).double()
     with torch.no_grad():
         sink.sinks.copy_(torch.tensor([0.5, -1.0]))

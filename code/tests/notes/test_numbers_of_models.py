@@ -4,43 +4,22 @@ The digits are computed here: from plain arithmetic, the script's counting funct
 test_model_tables.py checks against the library). The whole phrase must stand in the section; white space does not matter.
 """
 
-import importlib.util
 import math
 import re
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
+import transformer_block as tb
 
-ROOT = Path(__file__).parents[3]
-NOTES = ROOT / "transformer_block_tutorial.md"
+from notes import build
+
+NOTES = build.NOTES.read_text(encoding="utf-8")
 GIB, KIB = 1024**3, 1024
-COLUMNS = (
-    "Topology",
-    "Position",
-    "Sharing",
-    "FFN",
-    "Layers",
-)  # the second header cell of the five recipe tables
-
-
-@lru_cache(None)
-def script():
-    spec = importlib.util.spec_from_file_location(
-        "transformer_block_numbers_b", ROOT / "code" / "transformer_block.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @lru_cache(None)
 def section(name):
-    """The text from a heading of level two to the next one, white space collapsed."""
-    text = NOTES.read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(name)}.*?(?=^## |\Z)", text, re.M | re.S)
-    assert found, name
-    return re.sub(r"\s+", " ", found.group(0))
+    return build.phrases_of(NOTES, name.removeprefix("§"))
 
 
 def stands(name, *phrases):
@@ -50,20 +29,8 @@ def stands(name, *phrases):
 
 @lru_cache(None)
 def recipes():
-    """{model: {column: cell}} over the five recipe tables."""
-    rows, lines = {}, NOTES.read_text(encoding="utf-8").split("\n")
-    for i, line in enumerate(lines):
-        head = [c.strip() for c in line.strip("|").split("|")]
-        if head[0] != "Model" or len(head) != 5 or head[1] not in COLUMNS:
-            continue
-        if head[1] == "Layers" and head[3] != "Vocabulary":
-            continue
-        for row in lines[i + 2 :]:
-            if not row.startswith("|"):
-                break
-            cells = [c.strip() for c in row.strip("|").split("|")]
-            rows.setdefault(cells[0], {}).update(zip(head[1:], cells[1:]))
-    assert len(rows) == 34 and all(len(r) == 20 for r in rows.values())
+    rows = build.recipe_cells(NOTES)
+    assert len(rows) == 34 and all(len(row) == 20 for row in rows.values())
     return rows
 
 
@@ -102,7 +69,6 @@ def weights(model):
 
 def test_mixtral_by_hand():
     L, d, q, kv, _dh, h, V = sizes("Mixtral 8x7B")
-    tb = script()
     expert, attention = tb.ffn_parameters(d, h, gated=True), tb.attention_parameters(d, q, kv)
     assert (expert, attention) == (176_160_768, 41_943_040)
     rest = 2 * V * d + L * (8 * d + 2 * d) + d
@@ -121,7 +87,7 @@ def test_mixtral_by_hand():
         r"\approx 46.7",
         r"\approx 12.9",
     )
-    stands("One-page sheet", f"{active / 1e9:.1f} of {total / 1e9:.1f}")
+    stands("One-page", f"{active / 1e9:.1f} of {total / 1e9:.1f}")
 
 
 # counted on the meta device by test_model_tables.py (total); active: all but the experts a token does not use
@@ -162,7 +128,7 @@ def test_active_parameters(model, total, experts, k, moe_layers, h, d, given):
     stands("§6", given)
 
 
-def test_active_without_the_input_table():
+def test_active_without_input_table():
     for total, experts, layers, given in (
         (20_914_757_184, 32, 24, "| gpt-oss 20b | 20.9 B | 3.6 B | active without the"),
         (116_829_156_672, 128, 36, "| gpt-oss 120b | 116.8 B | 5.1 B | active without the"),
@@ -179,8 +145,8 @@ def test_active_without_the_input_table():
 
 
 def test_teaching_mixture():
-    ffn = script().ffn_parameters(96, 256, gated=True)
-    assert script().gated_hidden_size(96) == 256
+    ffn = tb.ffn_parameters(96, 256, gated=True)
+    assert tb.gated_hidden_size(96) == 256
     stands("§1", f"a router hold {4 * ffn + 384:,} weights where one FFN held {ffn:,}")
     stands("§1", f"a token uses {ffn + 384:,} of them")
 
@@ -255,7 +221,7 @@ def test_what_the_table_shows():
     }
 
 
-def test_head_products_that_are_not_d_model():
+def test_head_products_not_d_model():
     off = set()
     for model in recipes():
         r = recipes()[model]
@@ -287,15 +253,12 @@ def test_head_products_that_are_not_d_model():
         assert r["Heads q / kv"].startswith("128")
 
 
-def test_table_in_front_has_cells_of_the_recipe_tables():
-    text = NOTES.read_text(encoding="utf-8")
-    (found,) = re.findall(
-        r"^\| Model \| Topology \|[^\n]*Ratio[^\n]*\n[^\n]*\n((?:\|.*\n)+)", text, re.M
-    )
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()]
+def test_table_in_front():
+    front = build.recipe_tables(NOTES)["front"]
     columns = ("Topology", "Norm", "Position", "Heads q / kv", "FFN", "d_ff / d_model", "Extras")
-    assert len(rows) == 12 and len({row[0] for row in rows}) == 12
-    for model, *cells in rows:
+    assert len(front) == 12
+    for model, row in front.items():
+        cells = [*row.values()]
         cells[3] = cells[3].replace("/", " / ")
         assert cells == [recipes()[model][column] for column in columns], model
 
@@ -355,7 +318,7 @@ def test_scales():
 
 
 def test_latent_against_heads():
-    elements = script().kv_cache_elements
+    elements = tb.kv_cache_elements
     latent, mha, gqa, mqa = 512 + 64, elements(128, 128), elements(8, 128), elements(1, 128)
     assert (
         recipes()["DeepSeek-V3"]["Sharing"]
@@ -370,7 +333,7 @@ def test_latent_against_heads():
         f"8 heads of 128: {gqa:,}. MQA: {mqa}",
     )
     stands(
-        "One-page sheet",
+        "One-page",
         f"| {latent} |",
         f"MHA of that shape {mha:,}, {mha / latent:.1f} times",
         f"| {mqa} |",
@@ -379,18 +342,18 @@ def test_latent_against_heads():
 
 
 def test_teaching_attention():
-    mha, gqa = script().attention_parameters(96, 8), script().attention_parameters(96, 8, 2)
+    mha, gqa = tb.attention_parameters(96, 8), tb.attention_parameters(96, 8, 2)
     stands("§8", f"MHA's {mha:,} weights become {gqa:,}; the {2 * 96 * 96:,} of Q and O")
     stands("§9", f"{mha:,}, and {gqa:,} with G = 2")
-    ffn = script().ffn_parameters(96, 256, gated=True)
-    assert script().ffn_parameters(96, 384, gated=False) == ffn
+    ffn = tb.ffn_parameters(96, 256, gated=True)
+    assert tb.ffn_parameters(96, 384, gated=False) == ffn
     stands(
         "§9",
         f"{ffn:,} of {ffn + gqa:,} in the teaching block, {100 * ffn / (ffn + gqa):.0f} %",
         f"both are {ffn:,} weights, with widths 384 and 256",
     )
     stands(
-        "One-page sheet",
+        "One-page",
         f"| {ffn + gqa:,} |",
         f"{gqa:,} attention, {ffn:,} FFN",
         f"| {100 * ffn / (ffn + gqa):.0f} % |",
@@ -403,7 +366,7 @@ def test_teaching_attention():
 
 def test_score_deviation():
     stands("§9", f"{math.sqrt(128):.1f} at 128")
-    stands("One-page sheet", f"| {math.sqrt(128):.1f} |")
+    stands("One-page", f"| {math.sqrt(128):.1f} |")
 
 
 def test_vocabulary_shares():
@@ -420,7 +383,7 @@ def test_vocabulary_shares():
         stands("§10", f"| {model} | {V * d / 1e6:,.1f} M | {text} %")
     assert round(100 * 128256 * 2048 / total["Llama-3.2 1B"]) == 21
     stands("§9", "21 % of Llama-3.2 1B", "half a percent of Llama-3.1 405B")
-    stands("One-page sheet", "| 21 % |")
+    stands("One-page", "| 21 % |")
     untied = total["Llama-3.2 1B"] + 128256 * 2048
     stands(
         "§10",
@@ -429,28 +392,28 @@ def test_vocabulary_shares():
 
 
 def test_llama_widths():
-    g = script().gated_hidden_size
+    g = tb.gated_hidden_size
     assert int(2 * 4 * 4096 / 3) == 10922 and g(4096, 256) == 11008 and g(4096, 1024, 1.3) == 14336
     stands(
         "§9",
         "4,096 gives 10,922, then 11,008 with multiples of 256",
         "With factor 1.3 and multiples of 1,024 the same d gives 14,336",
     )
-    stands("One-page sheet", "| 11,008 |")
+    stands("One-page", "| 11,008 |")
 
 
 def test_cache_of_llama_2_70b():
     L, _d, q, kv, dh, *_ = sizes("Llama-2 70B")
-    own, mha = script().kv_cache_bytes(L, kv, dh, 4096), script().kv_cache_bytes(L, q, dh, 4096)
+    own, mha = tb.kv_cache_bytes(L, kv, dh, 4096), tb.kv_cache_bytes(L, q, dh, 4096)
     stands("§9", f"{own / GIB:.2f} GiB; the same model as MHA would need {mha / GIB:.0f} GiB")
-    stands("One-page sheet", f"| {own / GIB:.2f} GiB |", f"{mha / GIB:.0f} GiB if it were MHA")
+    stands("One-page", f"| {own / GIB:.2f} GiB |", f"{mha / GIB:.0f} GiB if it were MHA")
 
 
 def test_where_scores_meet_weights():
     # 2 FLOPs a weight = 4 S n_q_heads head_dim
     assert 2 * 12 / 4 == 6
     _L, d, q, kv, dh, h, _ = sizes("Llama-3 8B")
-    per_layer = script().attention_parameters(d, q, kv) + script().ffn_parameters(d, h, gated=True)
+    per_layer = tb.attention_parameters(d, q, kv) + tb.ffn_parameters(d, h, gated=True)
     assert per_layer == 13 * d * d and q * dh == d
     meet = 2 * per_layer / (4 * d)
     stands("§9", "at S = 6d", f"Llama-3 8B has 13d² and meets at {meet / d} d = {meet:,.0f} keys")
@@ -464,18 +427,19 @@ def test_gemma_merge_and_falcon_groups():
     stands("§9", f"{q} query heads, as in Falcon 7B, allow only 1 or {q}")
 
 
-def test_questions_stand_in_three_levels_and_a_list():
-    text = NOTES.read_text(encoding="utf-8")
-    asked = [int(x) for x in re.findall(r"<summary>Q(\d+)\. ", text)]
+def test_questions_in_three_levels():
+    text = NOTES
+    summary = r"<summary><a id=\"q\d+\"></a>Q(\d+)\. "
+    asked = [int(x) for x in re.findall(summary, text)]
     assert asked == list(range(1, 63))
     text = text[text.index("## §9") : text.index("## §10")]
     levels = {"Level 1": (1, 10), "Level 2": (11, 27), "Level 3": (28, 30), "Also asked": (31, 62)}
     for title, (first, last) in levels.items():
         part = text[text.index(f"### {title}") :]
         part = part[: part.find("\n### ", 5)] if "\n### " in part[5:] else part
-        found = [int(x) for x in re.findall(r"<summary>Q(\d+)\. ", part)]
+        found = [int(x) for x in re.findall(summary, part)]
         assert found == list(range(first, last + 1)), title
-    answers = re.findall(r"<summary>Q(\d+)\..*?</summary>\n\n(.*?)\n\n</details>", text, re.S)
+    answers = re.findall(summary + r".*?</summary>\n\n(.*?)\n\n</details>", text, re.S)
     assert len(answers) == 62
     for which, answer in answers:
         if int(which) > 30:
@@ -516,7 +480,7 @@ def test_twelve_l_d_squared(model):
     stands("§10", f"| {model} | {without / rule:.2f} | {total / rule:.2f} |")
 
 
-def test_twelve_l_d_squared_fails_for_mixtures():
+def test_twelve_l_d_squared_of_mixtures():
     total, rule = 671_026_404_352, 12 * 61 * 7168**2
     stands(
         "§10", f"| DeepSeek-V3 | {(total - 2 * 129280 * 7168) / rule:.1f} | {total / rule:.1f} |"
@@ -587,7 +551,7 @@ def test_sizes_table(model, given):
     stands("§10", f"| {model} | {r['Layers']} | {r['d_model']} | {given} |")
 
 
-def test_sizes_of_dense_rows_follow_from_their_cells():
+def test_sizes_of_dense_rows():
     for model, printed in (("Llama-2 70B", 69.0), ("Llama-3.1 405B", 405.9), ("Gemma-3 27B", 27.0)):
         assert abs((weights(model) + tables(model)) / 1e9 - printed) < 0.06
     gpt3 = 12 * 96 * 12288**2 + 50257 * 12288
@@ -608,11 +572,9 @@ def test_sizes_of_dense_rows_follow_from_their_cells():
 def test_cache_from_the_card(model):
     r = recipes()[model]
     kv, dh, L = int(r["Heads q / kv"].split(" / ")[1]), number(r["head_dim"]), number(r["Layers"])
-    per_token = script().kv_cache_bytes(L, kv, dh, 1)
+    per_token = tb.kv_cache_bytes(L, kv, dh, 1)
     assert per_token % KIB == 0
-    assert re.search(
-        rf"\| {re.escape(model)} \|[^\n]*\| 2 × {kv} × {dh} \|", NOTES.read_text("utf-8")
-    )
+    assert re.search(rf"\| {re.escape(model)} \|[^\n]*\| 2 × {kv} × {dh} \|", NOTES)
     stands(
         "§10",
         f"| 2 × {kv} × {dh} | {per_token // KIB:,} |",
@@ -621,14 +583,12 @@ def test_cache_from_the_card(model):
 
 def test_cache_of_latents_and_windows():
     stands("§10", f"671 B, 37 B | 576 | {576 * 61 * 2 / KIB:.1f} |")
-    long = script().kv_cache_bytes(126, 8, 128, 131072)
+    long = tb.kv_cache_bytes(126, 8, 128, 131072)
     stands("§10", f"Llama-3.1 405B at 131,072 tokens needs {long / GIB:.0f} GiB")
     kinds = [(i + 1) % 6 == 0 for i in range(62)]
     whole, local = sum(kinds), len(kinds) - sum(kinds)
-    full = script().kv_cache_bytes(62, 16, 128, 32768)
-    short = script().kv_cache_bytes(whole, 16, 128, 32768) + script().kv_cache_bytes(
-        local, 16, 128, 1024
-    )
+    full = tb.kv_cache_bytes(62, 16, 128, 32768)
+    short = tb.kv_cache_bytes(whole, 16, 128, 32768) + tb.kv_cache_bytes(local, 16, 128, 1024)
     stands(
         "§10",
         f"32,768 tokens {full / GIB:.1f} GiB shrinks to {short / GIB:.1f} GiB, since {local} of its 62 layers keep 1,024",
@@ -636,7 +596,7 @@ def test_cache_of_latents_and_windows():
 
 
 def test_sheet_is_short():
-    text = NOTES.read_text(encoding="utf-8")
+    text = NOTES
     sheet = text[text.index("## One-page sheet") :]
     sheet = sheet[: sheet.find("\n## ", 5)]
     code = "\n".join(re.findall(r"```python\n(.*?)\n```", sheet, re.S)).split("\n")
@@ -661,12 +621,6 @@ def test_sheet_is_short():
             "of order $d \\sqrt{\\ln d}$ for Post-LN, at any depth, and smaller by √L for Pre-LN",
             "arXiv:2002.04745 Theorem 1",
         ),
-        (
-            "§10",
-            "Kimi K2 (61 layers, d_model 7,168, 64 heads, MLA, 384 + 1 experts, top-8)",
-            "MoonshotAI/Kimi-K2 README.md",
-        ),
-        ("§10", "1 trillion parameters, 32 billion active", "MoonshotAI/Kimi-K2 README.md"),
         ("§10", "a 70-billion model trained on 1.4 trillion tokens", "arXiv:2203.15556"),
         ("§10", "Llama-3 8B saw over 15 trillion", "meta-llama/llama3 MODEL_CARD.md"),
         ("§3", "Of the released Llama-2 models only the 70B has GQA", "arXiv:2307.09288"),
@@ -693,4 +647,4 @@ def test_inputs_of_the_worked_examples():
     )
     assert math.isclose((0.7 + 0.6 + 0.4), 1.7) and math.isclose(0.3 + 0.4 + 0.6, 1.3)
     stands("§6", "P is (1.7/3, 1.3/3)")
-    stands("One-page sheet", "GQA 8/2 has 23,040", "rounded up to a multiple of 256", "√128")
+    stands("One-page", "GQA 8/2 has 23,040", "rounded up to a multiple of 256", "√128")

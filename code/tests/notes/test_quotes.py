@@ -33,11 +33,9 @@ def words(text: str) -> str:
     return re.sub(r"(`+)[^`].*?\1", "", text)
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_quotes_are_those_of_the_code_and_the_benchmark(name):
-    text = DOCUMENTS[name]
-    assert build.rewritten(text) == text, "python code/notes/build.py writes them anew"
-    assert build.BENCHMARK.search(text) or build.FIGURE.search(text)
+@pytest.mark.parametrize("kind", ["quotes", "benchmark", "links"])
+def test_nothing_is_stale(kind):
+    assert build.stale(kind) == [], f"python code/notes/build.py {kind}"
 
 
 def test_every_python_fence_is_a_quote():
@@ -45,20 +43,32 @@ def test_every_python_fence_is_a_quote():
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes"),
+    ("kind", "was", "becomes"),
     [
-        ("def rotate(x, positions", "def rotate(y, positions"),
-        ("def absorbed(self, q_nope", "def absorbed(self, q"),
-        ("[§5.4]: #54-mla", "[§5.4]: #53-cache-contracts"),
+        ("quotes", "def rotate(x, positions", "def rotate(y, positions"),
+        ("quotes", "def absorbed(self, q_nope", "def absorbed(self, q"),
+        ("benchmark", "<!-- prefill-2048-explicit-eager", "9<!-- prefill-2048-explicit-eager"),
+        ("links", "[§5.4]: #54-mla", "[§5.4]: #53-cache-contracts"),
     ],
 )
-def test_a_changed_quote_or_target_is_seen(was, becomes):
-    changed = TEXT.replace(was, becomes)
-    assert changed != TEXT
-    assert build.rewritten(changed) == TEXT
+def test_stale_is_found_and_written(kind, was, becomes, tmp_path, monkeypatch, capsys):
+    changed = tmp_path / "notes.md"
+    changed.write_text(TEXT.replace(was, becomes, 1), encoding="utf-8")
+    monkeypatch.setattr(build, "DOCUMENTS", (changed,))
+    line = TEXT[: TEXT.index(was)].count("\n") + 1
+    assert build.main([kind, "--check"]) == 1
+    assert capsys.readouterr().out == f"notes.md:{line}: {kind} stale\n"
+    assert build.main([kind]) == 0
+    assert changed.read_text(encoding="utf-8") == TEXT
+    assert build.main([kind, "--check"]) == 0
 
 
-def test_a_quote_of_the_whiteboard_runs_by_itself():
+@pytest.mark.parametrize("mark", ["RECIPES", "FAULTS", "LINKS", "BENCHMARK", "FIGURE"])
+def test_marks_of_each_kind(mark):
+    assert any(getattr(build, mark).search(text) for text in DOCUMENTS.values())
+
+
+def test_whiteboard_quotes_run():
     quoted = [(name, body) for _, name, body in build.SNIPPET.findall(TEXT) if name[:6] == "whiteb"]
     assert "whiteboard.ModernBlock" in dict(quoted)
     for name, body in quoted:
@@ -72,20 +82,20 @@ def test_a_quote_of_the_whiteboard_runs_by_itself():
     assert torch.allclose(block(x)[0], torch.cat((first, block(x[:, 3:], cache)[0]), 1), atol=1e-5)
 
 
-def test_what_is_open_on_the_page_is_short():
+def test_open_page_is_short():
     opened = DETAILS.sub("", TEXT)
     assert opened.count("\n") <= 1900 and len(opened.encode()) <= 110_000
-    assert TEXT.count("\n") <= 3200
+    assert TEXT.count("\n") <= 3320
     assert "<details" not in opened and "</details" not in opened
 
 
-def test_the_readme_shows_the_documented_output_and_names_that_exist():
+def test_readme_output_and_names():
     documented = without_figures(DOCUMENTED).splitlines()
     (output,) = (body for body in fences(README, "text") if body.startswith("[D01]"))
     assert without_figures(output).splitlines() == [documented[0], "…", *documented[-3:]]
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*$", README, re.M)))
     parts = {"attn", "ffn", "x", "memory", "truncate", "reset", "generate"}
-    assert {name for name in names if name not in parts} <= set(build.SCRIPT.nodes)
+    assert {name for name in names if name not in parts} <= set(build.DEFINITIONS[build.SCRIPT])
     assert len(set(names)) > 20
 
 
@@ -103,7 +113,7 @@ def test_commands_run(command):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_output_is_the_documented_one():
+def test_output_in_the_notes():
     documented = DOCUMENTED.strip()
     blocks = [body.strip() for body in fences(TEXT, "text") if body.startswith("[D01]")]
     assert [without_figures(block) for block in blocks] == [without_figures(documented)]
@@ -133,7 +143,7 @@ def test_anchors_are_unique():
     assert not set(found) & set(build.slugs(TEXT))
 
 
-def test_every_section_demo_question_and_paper_that_is_named_is_a_link():
+def test_what_is_named_is_a_link():
     text = words(TEXT)
     text = re.sub(r'<a id="d\d\d"></a>D\d\d', "", text)  # the list of demos itself
     text = re.sub(r"\[arXiv:(\d{4}\.\d{5})\]\(https://arxiv.org/abs/\1\)", "", text)
@@ -146,7 +156,7 @@ def test_every_section_demo_question_and_paper_that_is_named_is_a_link():
     assert not re.search(r"\[\d+\.\d+\]|§ \d", text)
 
 
-def test_labels_become_links_on_the_page():
+def test_labels_become_links():
     rendered = cmarkgfm.github_flavored_markdown_to_html(TEXT, options=Options.CMARK_OPT_UNSAFE)
     rendered = re.sub(r"<code.*?</code>|<pre.*?</pre>", "", rendered, flags=re.S)
     assert not re.search(r"\[(§\d|[DQ]\d)", rendered)
@@ -155,7 +165,7 @@ def test_labels_become_links_on_the_page():
     assert len(re.findall(r'href="#\d', rendered)) > 150
 
 
-def test_pictures_say_what_one_should_see():
+def test_pictures_have_alt_texts():
     pictures = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", TEXT)
     assert len({path for _, path in pictures}) >= 12
     assert all(len(alt) > 60 and path.startswith("code/figures/") for alt, path in pictures)
@@ -167,19 +177,19 @@ def test_sections_have_one_form():
     for section in sections:
         heading, _, body = section.partition("\n")
         body = body.partition("\n## ")[0]
-        if re.match(r"([1-7]\.\d|8\.1) |10\.\d |11\.[13] ", heading):
+        if re.match(r"([1-7]\.\d|8\.1) |1[0234]\.\d |11\.[134] ", heading):
             order = [body.find(f"**{part}.**") for part in ("Claim", "What people ask", "Trap")]
             assert -1 < order[0] < order[1] < order[2], heading
             assert body.strip().startswith("**Claim.**"), heading
 
 
-def test_named_demos_and_questions_exist():
+def test_named_demos_exist():
     assert set(re.findall(r"\bD\d\d\b", TEXT)) == {f"D{i:02d}" for i in range(1, 16)}
     assert set(map(int, re.findall(r"\bQ(\d+)\b", TEXT))) == set(range(1, 63))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_formulas_survive_the_markdown_pass(name):
+def test_formulas_survive_markdown(name):
     text = DOCUMENTS[name]
     options = Options.CMARK_OPT_UNSAFE
     rendered = cmarkgfm.github_flavored_markdown_to_html(text, options=options)
@@ -196,7 +206,7 @@ def test_formulas_survive_the_markdown_pass(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_tables_details_and_code_fit_github(name):
+def test_tables_and_code_fit_github(name):
     lines = build.prose(DOCUMENTS[name]).split("\n")
 
     def cells(row: str) -> int:
@@ -219,11 +229,12 @@ def test_tables_details_and_code_fit_github(name):
         assert max(map(len, body.split("\n"))) <= 100
 
 
-def test_the_week_has_every_exercise_question_and_drill():
+def test_week_has_everything():
     week = TEXT[TEXT.index("| Day | Read |") : TEXT.index("```sh", TEXT.index("| Day | Read |"))]
-    helpers = {"SwiGLU", "MultiHeadAttention", "try"}
+    helpers = {"SwiGLU", "MultiHeadAttention", "merged", "try"}
     exercises = set(re.findall(r"`(\w+)`", week))
-    assert exercises - helpers == set(build.WHITEBOARD.nodes) - helpers
+    answers = {name for text in build.ANSWERS for name in build.DEFINITIONS[text]}
+    assert exercises - helpers == {name for name in answers if "." not in name} - helpers
     asked = set()
     for first, _, last in re.findall(r"\[Q(\d+)\]( to \[Q(\d+)\])?", week):
         asked |= set(range(int(first), int(last or first) + 1))
@@ -231,18 +242,22 @@ def test_the_week_has_every_exercise_question_and_drill():
     drills = re.findall(r"drill ([\d, ]+)", week)
     assert sorted(int(n) for row in drills for n in row.split(",")) == list(range(1, 11))
     days = [line.split("|")[2] for line in week.split("\n")[2:] if line.startswith("|")]
-    assert len(days) == 7 and {f"§{n}" for n in range(9)} - {"§9"} <= set(
-        re.findall(r"§\d+", " ".join(days))
-    )
+    sections = {f"§{n}" for n in range(15)} - {"§9"}
+    assert len(days) == 10 and sections <= set(re.findall(r"§\d+", " ".join(days)))
 
 
-def test_sentence_about_the_judge_has_the_sums_of_its_tables():
-    (planted, rejected, named), (given, accepted) = (
-        map(int, re.findall(r"\d+", row))
-        for row in re.findall(r"^\| \*\*all\*\* \|([ \d|]+)$", TEXT, re.M)
+def test_oldest_versions_are_said_once():
+    """Who installs, who checks and who reads are told of the same ones."""
+    code, versions = build.ROOT / "code", README[README.index("## Versions") :]
+    (torch_version,) = re.findall(
+        r"^torch==([\d.]+)$", (code / "tests" / "oldest.txt").read_text("utf-8"), re.M
     )
-    assert rejected == planted
-    assert (
-        f"A test plants {planted} faults in the answers: all are refused, and {named} named" in TEXT
-    )
-    assert f"Of {given} right answers in other styles {accepted} are accepted" in TEXT
+    python, named = re.search(r"on\nPython ([\d.]+) with torch ([\d.]+) ", versions).groups()
+    assert named == torch_version
+    floor = (build.ROOT / "requirements.txt").read_text("utf-8")
+    assert floor.startswith(f"torch>={torch_version.removesuffix('.0')} ")
+    target = python.replace(".", "")
+    assert f'target-version = "py{target}"' in (code / "ruff.toml").read_text("utf-8")
+    assert f"Python {python} or newer" in README
+    run = (build.ROOT / ".ci" / "run").read_text("utf-8")
+    assert f"python{python} " in run and "-r code/tests/oldest.txt" in run

@@ -213,6 +213,21 @@ def test_value_adds_up_over_graphs() -> None:
     assert math.isclose(x.grad, 3.0 - 2 / 1.5**2)
 
 
+@pytest.mark.parametrize("function", UNARY[1:])
+@pytest.mark.parametrize("start", [-0.8, -0.1, 0.3, 2.5])
+def test_value_of_one_function(function: Callable, start: float) -> None:
+    beside = torch.tensor(start, requires_grad=True)
+    want = function(beside)
+    if want.isnan():  # a logarithm below 0
+        return
+    want.backward()
+    x = wb.Value(start)
+    y = function(x)
+    y.backward()
+    assert math.isclose(y.data, want.item(), rel_tol=1e-12, abs_tol=1e-12)
+    assert math.isclose(x.grad, beside.grad.item(), rel_tol=1e-12, abs_tol=1e-12)
+
+
 def test_value_in_a_long_chain_visits_a_node_once() -> None:
     """Each step uses the one before twice: 2^10,000 paths, 20,000 nodes, no recursion."""
     x = wb.Value(0.7)

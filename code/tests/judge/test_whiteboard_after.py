@@ -20,8 +20,11 @@ def double():
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_token_log_probs(scale: float) -> None:
-    logits, ids = scale * torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    logits, ids = (scale * torch.randn(3, 5, 7)).requires_grad_(), torch.randint(7, (3, 5))
     found = wb.token_log_probs(logits, ids)
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    (slope,) = torch.autograd.grad(found.sum(), logits)
+    assert (slope + torch.autograd.grad(losses, logits)[0]).abs().max() < 1e-12
     assert found.shape == (3, 4) and found.isfinite().all()
     for b in range(3):
         for t in range(4):

@@ -100,7 +100,7 @@ def test_bpe_encode_against_tokenizers() -> None:
 
 def test_bpe_decode_of_broken_bytes() -> None:
     merges = [(b"\xe6", b"\x9d"), (b"a", b"b")]
-    for ids in ([0xE6], [256], [0x9D, 257, 0xFF], [256, 0xB1, 98], [0xC3], []):
+    for ids in ([97, 97], [0xE6], [256], [0x9D, 257, 0xFF], [256, 0xB1, 98], [0xC3], []):
         vocabulary = {256: b"\xe6\x9d", 257: b"ab"}
         joined = b"".join(vocabulary.get(i) or bytes([i]) for i in ids)
         assert wb.bpe_decode(ids, merges) == joined.decode("utf-8", errors="replace")
@@ -111,11 +111,12 @@ def test_bpe_decode_of_broken_bytes() -> None:
 # ── Padding and beams ────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("pad_id", [0, 9])
 @pytest.mark.parametrize(
     "prompts", [[[5, 6, 7], [8], []], [[0, 0, 3]], [[1, 0], [0, 0, 0, 9], [4, 4, 4]]]
 )
-def test_left_pad(prompts: list[list[int]]) -> None:
-    ids, mask, positions = wb.left_pad(prompts, 0)
+def test_left_pad(prompts: list[list[int]], pad_id: int) -> None:
+    ids, mask, positions = wb.left_pad(prompts, pad_id)
     T = max(map(len, prompts))
     assert ids.shape == mask.shape == positions.shape == (len(prompts), T)
     assert ids.dtype == positions.dtype == torch.int64 and mask.dtype == torch.bool
@@ -124,7 +125,7 @@ def test_left_pad(prompts: list[list[int]]) -> None:
         for t in range(T):
             real = t >= gap
             assert mask[b, t] == real
-            assert ids[b, t] == (prompt[t - gap] if real else 0)
+            assert ids[b, t] == (prompt[t - gap] if real else pad_id)
             assert positions[b, t] == (t - gap if real else 0)
 
 

@@ -61,7 +61,7 @@ def test_adamw(options: dict, size: float) -> None:
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 3.0, 1e3])
 def test_clip_grad_norm(max_norm: float) -> None:
-    ours = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (5,), (), (2, 6))]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), (), (2, 6))]
     for p in ours[:1] + ours[2:]:
         p.grad = torch.randn(p.shape)
     theirs = copy.deepcopy(ours)
@@ -174,6 +174,8 @@ def test_dropout(p: float) -> None:
     y = wb.dropout(x, p, True, torch.Generator().manual_seed(3))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(y, wb.dropout(x, p, True, torch.Generator().manual_seed(3)))
+    other = wb.dropout(x, p, True, torch.Generator().manual_seed(4))
+    assert torch.equal(y, other) == (p in (0, 1))
     dropped = y == 0
     assert abs(dropped.double().mean() - p) < 0.01
     for axis in (0, 1):  # every entry its own: no row and no column shares a draw
