@@ -25,9 +25,9 @@ from judge.compare import (
 from judge.exercises import answer_outcomes
 from judge.mistakes import Mistake, mistakes_of
 
-PAIRS_SECONDS = 0.8  # of computing, for trying pairs
+PAIRS_SECONDS = 1.5  # of computing, for trying pairs
 EVIDENCE_CASES = 5  # failing cases that a mistake may explain alone
-EVIDENCE_SECONDS = 0.5
+EVIDENCE_SECONDS = 0.8
 
 Wrong = list[tuple[int, Difference]]
 
