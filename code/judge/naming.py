@@ -175,27 +175,29 @@ def explained_alone(
 
     The number is that of results that are hardly equal by chance.
     """
-    answer, found = answer_outcomes(name), []
+    answer = answer_outcomes(name)
     order = [i for i in case_order(answer, wrong) if i in {i for i, _ in wrong}]
     order = [i for i in order if problem_of(theirs[i]) is None][:EVIDENCE_CASES]
-    until = time.process_time() + EVIDENCE_SECONDS
-    for mistake in mistakes:
-        if time.process_time() > until:
-            break
-        outcomes, results = answer_outcomes(name, mistake), []
-        for i in order:
+    until, results = time.process_time() + EVIDENCE_SECONDS, {one: [] for one in mistakes}
+    for i in order:  # the first case with all mistakes, then the next while there is time
+        for mistake in results:
+            if i != order[0] and time.process_time() > until:
+                break
+            outcome = answer_outcomes(name, mistake)[i]
             how = answer.cases[i].how
-            results += explained_results(answer[i], outcomes[i], theirs[i], how)
-        if results:
-            found.append((mistake, len(results), sum(map(is_telling, results))))
-    found.sort(key=lambda item: -item[1])
+            how = how._replace(close=10 * how.close)  # another eps beside it may not hide it
+            results[mistake] += explained_results(answer[i], outcome, theirs[i], how)
+    found = [(one, len(known), sum(map(is_telling, known))) for one, known in results.items()]
+    found = sorted((one for one in found if one[1]), key=lambda item: -item[1])
     return [(mistake, telling) for mistake, _, telling in found]
 
 
 def pairs_with(name: str, first: Iterable[Mistake]) -> Iterator[tuple[Mistake, Mistake]]:
     """Pairs that begin with one of these, in their order; the exercise's own mistakes first."""
+    first, own = list(first), mistakes_of(name)
     known, source, seen = known_mistakes(name), answer_source(name), set()
-    for a, b in itertools.product(first, known):
+    rounds = ((first[:3], own), (first[:3], known), (first, own), (first, known))
+    for a, b in itertools.chain(*(itertools.product(*one) for one in rounds)):
         goes = source.replace(a.old, a.new).count(b.old) == 1 and a.old != b.old
         if goes and frozenset((a, b)) not in seen:
             seen.add(frozenset((a, b)))
