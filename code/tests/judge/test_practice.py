@@ -253,6 +253,9 @@ UNSEEN_IN_CLASSES = (
     "|the positions are ignored|positions count from 1|the output stays|the mask is ignored"
     "|it is causal by itself"
     "|scores are divided by sqrt\\(8\\)"
+    "|-inf is added to hidden scores|the result is given q's shape"
+    "|angles are computed in the dtype|the two halves go to the wrong places"
+    "|the maximum is taken over hidden keys"
 )
 
 

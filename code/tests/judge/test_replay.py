@@ -52,7 +52,7 @@ def values_of(replay: str, text: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("name", "says"), ROWS)
 def test_the_lines_of_a_case_give_what_they_say(name, says):
-    (mistake,) = [one for one in mistakes_of(name) if one.says.startswith(says)]
+    mistake = next(one for one in mistakes_of(name) if one.says.startswith(says))
     text = planted(name, mistake)
     (verdict,) = judge(text, [name], case=True)
     assert verdict.replay, verdict.text()
