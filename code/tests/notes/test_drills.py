@@ -106,4 +106,6 @@ def test_drill_shows_the_faulty_text(drill):
 def test_diff_that_leaves_the_fault():
     drill = next(drill for drill in DRILLS if drill.fault.name == "dead-rows-nan-gradient")
     faulty = pf.patched(drill.fault)
-    assert failing(drill.place, corrected(faulty, drill.removed, "masked_fill(~keep & ~alive, -math.inf)"))
+    assert failing(
+        drill.place, corrected(faulty, drill.removed, "masked_fill(~keep & ~alive, -math.inf)")
+    )
