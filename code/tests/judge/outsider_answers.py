@@ -33,7 +33,7 @@ FOLDER = Path(__file__).with_name("outsider")
 NOTES = Path(__file__).resolve().parents[3] / "transformer_block_tutorial.md"
 HALVES = ("looked-at", "kept")
 FIRST_LEVELS = 3  # of the exercises that were there first
-LIMIT_SECONDS = 60  # of computing an answer
+LIMIT_SECONDS = 20  # of computing an answer
 
 
 class Answer(NamedTuple):
