@@ -16,6 +16,7 @@ status is 1 when a row misses its limit.
 
 import argparse
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -355,9 +356,16 @@ def decode_compiled(length: int, rounds: int) -> Iterator[Row]:
     yield Row(name, what, seconds["compiled"], seconds["eager"], "s", math.inf)
 
 
-@torch.no_grad()
-def smollm2(rounds: int) -> Iterator[Row]:
-    """A real model beside LlamaForCausalLM with the same tensors: the same greedy tokens."""
+class SmolLM2(NamedTuple):
+    """A real model, LlamaForCausalLM with the same tensors, and the ids of a short prompt."""
+
+    ours: tb.DecoderOnlyLM
+    theirs: nn.Module
+    question: Tensor
+
+
+@functools.cache
+def load_smollm2() -> SmolLM2:
     import checkpoints  # noqa: PLC0415
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
@@ -386,32 +394,35 @@ def smollm2(rounds: int) -> Iterator[Row]:
             layer.get_submodule(place).weight = block.get_submodule(name).weight
     theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
     question = tokenizer.encode(checkpoints.chat_prompt(file, "What is attention?")).ids
-    long = torch.randint(config.vocab_size, (1, 2048))
-    prompts = {
-        "tokens": (torch.tensor([question]), 64, 0.95, "64 tokens after a short prompt"),
-        "prompt": (long, 1, 1.05, "a prompt of 2,048 tokens"),
+    return SmolLM2(ours, theirs, torch.tensor([question]))
+
+
+@torch.no_grad()
+def smollm2(kind: str, n_new: int, limit: float, rounds: int) -> Iterator[Row]:
+    """A real model beside LlamaForCausalLM: the same greedy tokens."""
+    ours, theirs, ids = load_smollm2()
+    text = "64 tokens after a short prompt"
+    if kind == "prompt":
+        ids, text = torch.randint(theirs.config.vocab_size, (1, 2048)), "a prompt of 2,048 tokens"
+    calls = {
+        "ours": partial(ours.generate, ids, n_new),
+        "theirs": partial(theirs.generate, ids, max_new_tokens=n_new, do_sample=False),
     }
-    for kind, (ids, n_new, limit, text) in prompts.items():
-        calls = {
-            "ours": partial(ours.generate, ids, n_new),
-            "theirs": partial(theirs.generate, ids, max_new_tokens=n_new, do_sample=False),
-        }
-        if not torch.equal(calls["ours"](), calls["theirs"]()):
-            raise AssertionError(f"smollm2-{kind}: the two sides continue differently")
-        seconds = take_turns(calls, max(rounds // 2, 2))
-        what = f"SmolLM2-135M, {text}; LlamaForCausalLM.generate, sdpa, the same tensors"
-        yield Row(f"smollm2-{kind}", what, seconds["ours"], seconds["theirs"], "s", limit)
-    if shutil.which("c++") or shutil.which("g++"):
-        yield from smollm2_compiled(ours, theirs, prompts["tokens"][0], rounds)
+    if not torch.equal(calls["ours"](), calls["theirs"]()):
+        raise AssertionError(f"smollm2-{kind}: the two sides continue differently")
+    seconds = take_turns(calls, max(rounds // 2, 2))
+    what = f"SmolLM2-135M, {text}; LlamaForCausalLM.generate, sdpa, the same tensors"
+    yield Row(f"smollm2-{kind}", what, seconds["ours"], seconds["theirs"], "s", limit)
 
 
-def smollm2_compiled(
-    ours: tb.DecoderOnlyLM, theirs: torch.nn.Module, ids: Tensor, rounds: int
-) -> Iterator[Row]:
+@torch.no_grad()
+def smollm2_compiled(rounds: int) -> Iterator[Row]:
     """Steps of the whole model as one graph with fixed caches, against both of theirs."""
     from transformers import DynamicCache, StaticCache  # noqa: PLC0415
 
-    n_new = 64
+    if not (shutil.which("c++") or shutil.which("g++")):
+        return
+    (ours, theirs, ids), n_new = load_smollm2(), 64
     length = ids.shape[1] + n_new
     compiled = {"ours": torch.compile(ours), "theirs": torch.compile(theirs)}
 
@@ -792,7 +803,9 @@ MEASUREMENTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "decode-plain-4096": partial(decode_plain, 4096),
     "decode-plain-16384": partial(decode_plain, 16384),
     "decode-compiled-4096": partial(decode_compiled, 4096),
-    "smollm2": smollm2,
+    "smollm2-tokens": partial(smollm2, "tokens", 64, 0.95),
+    "smollm2-prompt": partial(smollm2, "prompt", 1, 1.05),
+    "smollm2-compiled": smollm2_compiled,
     "decode-attention-4096": partial(decode_attention, 4096, 0.80),
     "decode-growth": decode_growth,
     "prefill-2048": partial(whole_sequence, 2048, False),
