@@ -29,9 +29,7 @@ def test_every_exercise_has_right_and_wrong_answers_with_names_of_their_own():
 
 
 @pytest.mark.parametrize("answer", sampled(), ids=lambda answer: f"{answer.name}-{answer.slug}")
-def test_right_answers_are_accepted_and_wrong_ones_refused(answer, monkeypatch):
-    if not answer.is_right:  # to refuse needs no name, and looking for one takes the longest
-        for module in ("naming", "class_judge", "judging"):
-            monkeypatch.setattr(f"judge.{module}.known_mistakes", lambda _: ())
+@pytest.mark.usefixtures("without_names")
+def test_right_answers_are_accepted_and_wrong_ones_refused(answer):
     finding = outsider_answers.found_in(answer)
     assert finding.accepted == answer.is_right, f"{answer.says}\n{finding.said}"

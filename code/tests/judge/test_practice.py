@@ -209,15 +209,9 @@ def test_names_and_order_of_layers_do_not_matter_in_other_styles(name):
 # =============================================================================================
 
 
-def without_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To refuse needs no name, and looking for one takes the longest."""
-    for module in ("naming", "class_judge", "judging"):
-        monkeypatch.setattr(f"judge.{module}.known_mistakes", lambda _: ())
-
-
 @pytest.mark.parametrize("name", sorted({wrong.name for wrong in practice_wrong.WRONG}))
-def test_wrong_answers_in_other_styles_are_refused(name, monkeypatch):
-    without_names(monkeypatch)
+@pytest.mark.usefixtures("without_names")
+def test_wrong_answers_in_other_styles_are_refused(name):
     accepted = [
         (wrong.style, wrong.says)
         for wrong in practice_wrong.WRONG
@@ -237,9 +231,9 @@ def test_wrong_answers_in_other_styles_are_refused(name, monkeypatch):
         ("heads", "rotate", "ParallelBlock"),
     ],
 )
-def test_a_wrong_part_is_wrong_in_every_packing(one, part, name, monkeypatch):
+@pytest.mark.usefixtures("without_names")
+def test_a_wrong_part_is_wrong_in_every_packing(one, part, name):
     """Faults of a part, planted in what the classes of a style use."""
-    without_names(monkeypatch)
     seen = [f for f in mistakes_of(part) if not re.match(UNSEEN_IN_CLASSES, f.says)]
     texts = {f.says: style(one) + "\n\n" + planted(part, f) for f in seen[::3]}
     assert len(texts) >= 5
