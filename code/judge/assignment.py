@@ -8,7 +8,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,19 +52,20 @@ class Role(NamedTuple):
     numbered: bool  # of a head or an expert
 
 
-@dataclass(order=True)
-class Partial:
-    """An assignment of the first parameters, in the order in which the search goes on with them.
+class Partial(NamedTuple):
+    """Roles of the first parameters, with one more, in the order in which the search goes on.
 
     priority: what is spent, what the rest costs at the least, less a reward for each parameter
-    that has a role (greediness: 0 goes by cost alone, much of it straight down).
+    that has a role (greediness: 0 goes by cost alone, much of it straight down). No two have the
+    same number, so that nothing behind it is compared.
     """
 
     priority: float
     minus_depth: int
     number: int
-    covered: int = field(compare=False)
-    roles: tuple[Role, ...] = field(compare=False)
+    place: int  # of the one more, among the roles of its parameter
+    roles: tuple[Role, ...]  # of those before
+    covered: int  # by those before
 
 
 Flags = tuple[dict[str, Tensor], Tensor]  # see ClassExercise.unused_entries
@@ -175,26 +175,33 @@ class AssignmentSearch:
         least = [0.0]  # what the parameters that are left cost at the least
         for choices in reversed(roles):
             least.insert(0, least[0] + choices[0].cost)
-        numbers = itertools.count()
-        heap = [Partial(least[0], 0, next(numbers), 0, ())]
+        numbers, heap = itertools.count(), []
+
+        def push(spent: float, covered: int, chosen: tuple[Role, ...], place: int) -> None:
+            """The cheapest role that goes with those chosen; the next follows when it is taken."""
+            depth = len(chosen)
+            for i in range(place, len(roles[depth])):
+                role = roles[depth][i]
+                if not covered & role.covers:
+                    priority = spent + role.cost + least[depth + 1] - greediness * (depth + 1)
+                    more = Partial(priority, -depth - 1, next(numbers), i, chosen, covered)
+                    heapq.heappush(heap, more)
+                    return
+
+        push(0.0, 0, (), 0)
         for turn in itertools.count(1):
             if not heap or (turn % LOOK == 0 and time.process_time() > until):
                 return
             if turn % TURN == 0:
                 yield None
-            partial = heapq.heappop(heap)
-            depth = len(partial.roles)
-            if depth == len(roles):
-                if partial.covered == full:
-                    yield self._assignment(partial.roles)
-                continue
-            spent = partial.priority - least[depth] + greediness * depth
-            for role in roles[depth]:
-                if not partial.covered & role.covers:
-                    priority = spent + role.cost + least[depth + 1] - greediness * (depth + 1)
-                    covered, chosen = partial.covered | role.covers, (*partial.roles, role)
-                    more = Partial(priority, -depth - 1, next(numbers), covered, chosen)
-                    heapq.heappush(heap, more)
+            _, _, _, place, before, covered = heapq.heappop(heap)
+            spent, role = sum(role.cost for role in before), roles[len(before)][place]
+            push(spent, covered, before, place + 1)
+            chosen, covered = (*before, role), covered | role.covers
+            if len(chosen) < len(roles):
+                push(spent + role.cost, covered, chosen, 0)
+            elif covered == full:
+                yield self._assignment(chosen)
 
     def _assignment(self, roles: tuple[Role, ...]) -> Assignment:
         layout = {name: places for role in roles for name, places in role.layout.items()}
