@@ -568,7 +568,7 @@ def test_proofs_belong_to_demos():
     assert [proof.__name__ for proof in registered] == [n for n in PUBLIC if n[:6] == "prove_"]
     for name, demo in DEMOS.items():
         missed = {"a planted claim": False}
-        with patch.dict(tb.DEMO_PROOFS, {name: [lambda device, missed=missed: missed]}):
+        with patch.dict(tb.DEMO_PROOFS, {name: [lambda device, missed=missed: missed.items()]}):
             ok, text = demo()
         assert not ok and text.endswith("(not so: <lambda>: a planted claim)")
 
