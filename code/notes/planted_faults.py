@@ -77,13 +77,13 @@ CLASSICS = (
 
 
 @functools.cache
-def parts() -> tuple[dict[str, types.CodeType], dict[str, str]]:
-    """The statements of the script, compiled one by one, and the sources of its definitions."""
-    source = SCRIPT.read_text(encoding="utf-8")
+def parts(path: Path = SCRIPT) -> tuple[dict[str, types.CodeType], dict[str, str]]:
+    """The statements of a file, compiled one by one, and the sources of its definitions."""
+    source = path.read_text(encoding="utf-8")
     lines, codes, sources = source.splitlines(keepends=True), {}, {}
     for node in ast.parse(source).body:
         top = getattr(node, "name", f"line {node.lineno}")
-        codes[top] = compile(ast.Module([node], []), SCRIPT.name, "exec")
+        codes[top] = compile(ast.Module([node], []), path.name, "exec")
         for part in [node, *(getattr(node, "body", []) if isinstance(node, ast.ClassDef) else [])]:
             if isinstance(part, (ast.ClassDef, ast.FunctionDef)):
                 name = top if part is node else f"{top}.{part.name}"
@@ -91,22 +91,22 @@ def parts() -> tuple[dict[str, types.CodeType], dict[str, str]]:
     return codes, sources
 
 
-def patched(fault: Fault) -> str:
+def patched(fault: Fault, path: Path = SCRIPT) -> str:
     """The definition with the fault in it."""
-    source = parts()[1].get(fault.place, "")
+    source = parts(path)[1].get(fault.place, "")
     if source.count(fault.old) != 1:
         raise ValueError(f"{fault.name}: old must occur once in {fault.place}")
     return source.replace(fault.old, fault.new)
 
 
-def planted(fault: Fault | None) -> types.ModuleType:
-    """The script as a module of its own, with the fault in it."""
-    codes, sources = parts()
-    module = types.ModuleType("faulty_transformer_block")
-    module.__file__ = str(SCRIPT)
+def planted(fault: Fault | None, path: Path = SCRIPT) -> types.ModuleType:
+    """The file as a module of its own, with the fault in it."""
+    codes, sources = parts(path)
+    module = types.ModuleType("faulty")
+    module.__file__ = str(path)
     for name, code in codes.items():
         faulty = fault is not None and name == fault.place.partition(".")[0]
-        text = sources[name].replace(sources[fault.place], patched(fault)) if faulty else code
+        text = sources[name].replace(sources[fault.place], patched(fault, path)) if faulty else code
         exec(text, module.__dict__)
     return module
 

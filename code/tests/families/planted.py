@@ -5,7 +5,6 @@ is the likeliest to see it changed and the model of transformers that is compose
 follow, in the format of judge/mistakes.py; their first line says who must see them.
 """
 
-import ast
 import re
 import types
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import transformer_block as tb
 
 from judge.mistakes import read_mistakes
+from notes import planted_faults
 
 
 class Fault(NamedTuple):
@@ -42,16 +42,8 @@ def read_faults(file: str) -> list[Fault]:
 
 
 def faulty(file: str, place: str, old: str, new: str) -> types.ModuleType:
-    """The module "faulty": the file with old made new in that class or function."""
-    source = Path(file).read_text(encoding="utf-8")
-    node = next(n for n in ast.parse(source).body if getattr(n, "name", "") == place)
-    lines = source.splitlines(keepends=True)
-    text = "".join(lines[node.lineno - 1 : node.end_lineno])
-    assert text.count(old) == 1, f"{old!r} must stand once in {place}"
-    module = types.ModuleType("faulty")
-    code = compile(source.replace(text, text.replace(old, new)), Path(file).name, "exec")
-    exec(code, module.__dict__)
-    return module
+    """The file as a module, with old made new in that class or function."""
+    return planted_faults.planted(planted_faults.Fault(old, place, "", old, new), Path(file))
 
 
 def proofs_hold(module: types.ModuleType, likeliest: str) -> bool:
