@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import functools
 import inspect
 import subprocess
 import sys
@@ -25,6 +26,15 @@ def names_of(file: ModuleType) -> list[str]:
 
 
 NAMES = [(file, name) for file in FILES for name in names_of(file)]
+
+
+@pytest.fixture(autouse=True)
+def parsed_once(monkeypatch):
+    """Three files parsed anew for every name take ten seconds."""
+    monkeypatch.setattr(tb, "main_definitions", PARSED)
+
+
+PARSED = functools.cache(tb.main_definitions)
 
 
 def shown(file: ModuleType, name: str, capsys) -> str:
