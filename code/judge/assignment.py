@@ -82,8 +82,10 @@ class AssignmentSearch:
         self.layout, self.flags, self.turned, self.before = layout, flags, turned, before
         self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.parameters = self.paired = parameters_of(module)
+        self._numbered: dict[tuple[int, ...], bool] = {}  # shapes whose names' numbers count
         if not all(any(True for _ in self.fitting(one)) for one in self.parameters):
             self.parameters = without_pairs(self.parameters, module)
+            self._numbered.clear()
 
     def fitting(self, one: Parameter) -> Iterator[tuple[Packing, str, dict[str, Tensor]]]:
         """The packings of a parameter's shape, with their form and the layout they give."""
@@ -108,11 +110,12 @@ class AssignmentSearch:
         Read otherwise, a wrong wiring of heads or experts would be a renaming. Numbers count where
         all parameters of the shape have one and none goes past the heads or experts there are.
         """
-        same = [numbers_of(other.weight) for other in self.parameters if other.shape == one.shape]
-        packings = self.layout.packings[without_ones(one.shape)]
-        count = 1 + max(packing.index for packing, _ in packings if packing.index is not None)
-        trusted = all(same) and max(map(max, same)) < count
-        return trusted and index not in numbers_of(one.weight)
+        if one.shape not in self._numbered:
+            same = [numbers_of(p.weight) for p in self.parameters if p.shape == one.shape]
+            packings = self.layout.packings[without_ones(one.shape)]
+            count = 1 + max(packing.index for packing, _ in packings if packing.index is not None)
+            self._numbered[one.shape] = all(same) and max(map(max, same)) < count
+        return self._numbered[one.shape] and index not in numbers_of(one.weight)
 
     def as_before(self, keys: dict[str, str]) -> dict[str, Tensor] | None:
         """The layout in which every parameter is what it is at another size, if it fits."""

@@ -48,9 +48,7 @@ class Reading:
         self.exercise: ClassExercise = exercise(name)
         self.usual = self.exercise.sizes[0]
         self.answer = answer_outcomes(name)
-        self.wanted = self.exercise.first_output(
-            self.answer.subject.make(self.usual).module, self.usual
-        )
+        self.wanted = self.answer.subject.first_output(self.usual)
         self.tried: list[Assignment] = []
         self.named: Named | None = None
         self.outcomes: Outcomes | None = None
@@ -58,7 +56,6 @@ class Reading:
         self._outputs: list[Tensor] = []  # of one full pass, NaN where it raised
         self._fitting: list[int] = []  # assignments with the answer's output
         self._outcomes: dict[int, Outcomes] = {}
-        self._known_outputs: dict[tuple[Mistake, ...], Tensor | None] = {}
         self._other_parameters: set[tuple[Mistake, ...]] = set()  # mistakes that were tried
 
     def read(self) -> None:
@@ -137,7 +134,7 @@ class Reading:
         try:
             known = answer_outcomes(self.name, *mistakes)
             names = known.subject.weights(self.usual).names
-            output = self._output_of(mistakes)
+            output = known.subject.first_output(self.usual)
         except Exception:  # two mistakes may not go together
             return None
         if names != self.answer.subject.weights(self.usual).names:
@@ -157,13 +154,6 @@ class Reading:
                 return found
         return None
 
-    def _output_of(self, mistakes: tuple[Mistake, ...]) -> Tensor | None:
-        """What the answer with these mistakes gives in one full pass."""
-        if mistakes not in self._known_outputs:
-            module = answer_outcomes(self.name, *mistakes).subject.make(self.usual).module
-            self._known_outputs[mistakes] = self.exercise.first_output(module, self.usual)
-        return self._known_outputs[mistakes]
-
     def _behaves(self, known: Outcomes, theirs: Outcomes) -> bool:
         """Whether a class gives what a mistake gives, the mistake's failing cases first."""
         wrong = list(differences(self.answer, known))
@@ -177,7 +167,7 @@ class Reading:
             with contextlib.suppress(Exception):
                 module, weights = reader.built(self.usual), reference.weights(self.usual)
                 own = without_pairs(parameters_of(module), module)
-                output = self.exercise.first_output(reference.make(self.usual).module, self.usual)
+                output = reference.first_output(self.usual)
                 if weights.size != sum(math.prod(one.shape) for one in own):
                     continue
                 tries = itertools.islice(reader.assignments(self.usual), OTHER_PARAMETERS_TRIES)

@@ -85,9 +85,17 @@ def exercise(name: str) -> Exercise:
     return FunctionExercise(TASKS[name], FUNCTIONS[name])
 
 
-@functools.cache
 def answer_outcomes(name: str, *mistakes: Mistake) -> Outcomes:
     """What the cases give for the answer, with mistakes planted in it."""
+    return (lately_asked if len(mistakes) > 1 else kept_outcomes)(name, *mistakes)
+
+
+def new_outcomes(name: str, *mistakes: Mistake) -> Outcomes:
+    """The same, nothing of it computed yet."""
     one, answer = exercise(name), executed_answer(name, *mistakes)
     subject = ReferenceClass(one, answer) if isinstance(one, ClassExercise) else answer
     return Outcomes(one.cases, subject)
+
+
+kept_outcomes = functools.cache(new_outcomes)
+lately_asked = functools.lru_cache(maxsize=16)(new_outcomes)  # of thousands of pairs

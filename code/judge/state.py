@@ -13,6 +13,7 @@ import inspect
 import itertools
 import linecache
 import math
+import operator
 import random
 import sys
 import traceback
@@ -48,10 +49,10 @@ class Patches:
         sys.modules.update(self.modules)
         for owner, before in self.held:
             now = vars(owner)
-            changed = [name for name, value in before.items() if now.get(name) is not value]
-            for name in changed:
-                with contextlib.suppress(AttributeError, TypeError):
-                    setattr(owner, name, before[name])
+            if not all(map(operator.is_, map(now.get, before), before.values())):
+                for name in [name for name in before if now.get(name) is not before[name]]:
+                    with contextlib.suppress(AttributeError, TypeError):
+                        setattr(owner, name, before[name])
             if isinstance(owner, type) and len(now) != len(before):
                 for name in [name for name in now if name not in before]:
                     with contextlib.suppress(AttributeError, TypeError):
