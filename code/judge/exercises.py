@@ -97,5 +97,5 @@ def new_outcomes(name: str, *mistakes: Mistake) -> Outcomes:
     return Outcomes(one.cases, subject)
 
 
-kept_outcomes = functools.cache(new_outcomes)
+kept_outcomes = functools.lru_cache(maxsize=400)(new_outcomes)  # an exercise has under 300
 lately_asked = functools.lru_cache(maxsize=16)(new_outcomes)  # of thousands of pairs

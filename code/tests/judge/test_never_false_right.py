@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from judge.answers import answer_source, planted
-from judge.exercises import answer_outcomes
+from judge.exercises import kept_outcomes
 from judge.judging import judge
 from judge.mistakes import mistakes_of
 from judge.session import Trial
@@ -93,13 +93,13 @@ def test_an_answer_that_raises_itself_judges_nothing(name, monkeypatch):
         raise RuntimeError("not on this machine")
 
     monkeypatch.setattr(torch.nn.functional, "silu", fails)
-    answer_outcomes.cache_clear()
+    kept_outcomes.cache_clear()
     try:
         (verdict,) = judge(answer_source(name), [name])
         assert not verdict.right and verdict.headline == "not judged"
         assert "the answer itself fails" in verdict.text()
     finally:
-        answer_outcomes.cache_clear()
+        kept_outcomes.cache_clear()
 
 
 FORGED = """
