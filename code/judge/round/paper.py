@@ -4,6 +4,7 @@ Nothing here needs torch, and a seed gives the same text on every Python: what i
 `random.Random(seed).random()` alone, the one sequence that Python promises to keep.
 """
 
+import ast
 import functools
 import itertools
 import random
@@ -318,6 +319,37 @@ def names_known(bug: Planted, lines: list[str]) -> bool:
         or re.search(rf"^\s*{name} = ", wrong, re.M)
         for name in ("places", "T", "later", "place", "hidden")
     )
+
+
+def definitions(paper: Paper) -> dict[str, ast.stmt]:
+    """The functions and classes at the left margin, by the names of pieces.txt."""
+    kinds_of = (ast.FunctionDef, ast.ClassDef)
+    return {node.name: node for node in ast.parse(paper.body).body if isinstance(node, kinds_of)}
+
+
+def owner(paper: Paper, bug: Planted) -> str | None:
+    """The definition in which a bug stands; None where it stands in none."""
+    whole = definitions(paper).items()
+    holding = (name for name, n in whole if n.lineno <= bug.line + 1 <= n.end_lineno)
+    return next(holding, None)
+
+
+def reached(paper: Paper, planted: Sequence[Planted], calls: Sequence[str]) -> set[str | None]:
+    """The definitions that can run when some are called: a definition reaches those it names.
+
+    get_batch is not reached from the loop: the judge puts its own in its place. None is among
+    them: what stands in no definition always runs.
+    """
+    texts = {name: ast.unparse(node) for name, node in definitions(paper).items()}
+    for bug in planted:
+        if inside := owner(paper, bug):
+            texts[inside] += "\n" + "\n".join(bug.wrong)
+    found, ahead = {None}, {"Settings", *calls}
+    while ahead:
+        found |= ahead
+        words = {word for name in ahead for word in re.findall(r"\w+", texts[name])}
+        ahead = (words & texts.keys()) - found - {"get_batch"}
+    return found
 
 
 def together(one: Planted, other: Planted) -> bool:

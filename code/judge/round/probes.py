@@ -26,9 +26,12 @@ Layout = dict[str, Tensor]
 
 
 class Probe(NamedTuple):
+    """`runs` names what it calls of a file, in the names of pieces.txt: nothing else moves it."""
+
     name: str
     about: str
     read: Callable[[Subject, Layout], Reading]
+    runs: tuple[str, ...]
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -271,17 +274,19 @@ def frequencies(subject: Subject, layout: Layout) -> Reading:
     return found
 
 
+MODEL, LOOP = ("GPT",), ("GPT", "train", "make_optimizer", "learning_rate")
+
 PROBES = (
-    Probe("P9", "the schedule", schedule),
-    Probe("P8", "the optimiser's groups", groups),
-    Probe("P1", "the logits", forward_pass),
-    Probe("P6", "the loss", loss),
-    Probe("P4", "eval and train mode", modes),
-    Probe("P3", "gradients", gradients),
-    Probe("P10", "batches and text", batches),
-    Probe("P5", "a fresh model", start),
-    Probe("P11", "greedy generation", greedy),
-    Probe("P7", "the training loop", watched_loop),
-    Probe("P7 tight", "clipping in the training loop", clipped_loop),
-    Probe("P12", "sampling", frequencies),
+    Probe("P9", "the schedule", schedule, ("learning_rate",)),
+    Probe("P8", "the optimiser's groups", groups, ("GPT", "make_optimizer")),
+    Probe("P1", "the logits", forward_pass, MODEL),
+    Probe("P6", "the loss", loss, MODEL),
+    Probe("P4", "eval and train mode", modes, MODEL),
+    Probe("P3", "gradients", gradients, MODEL),
+    Probe("P10", "batches and text", batches, ("get_batch", "split", "encode", "decode")),
+    Probe("P5", "a fresh model", start, MODEL),
+    Probe("P11", "greedy generation", greedy, ("GPT", "generate")),
+    Probe("P7", "the training loop", watched_loop, LOOP),
+    Probe("P7 tight", "clipping in the training loop", clipped_loop, LOOP),
+    Probe("P12", "sampling", frequencies, ("GPT", "generate")),
 )

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from judge.round.measuring import APART, Raised, Reading, differing, raised
-from judge.round.paper import Paper, Planted
+from judge.round.paper import Paper, Planted, owner, reached
 from judge.round.probes import PROBES, Layout, Probe
 from judge.round.subject import Subject, drawn_layout, reset
 
@@ -45,6 +45,7 @@ class States:
             for mended in itertools.combinations(numbers, count)
         ]
         self.layout = layout or drawn_layout(self.subject(self.all[0]))
+        self._outside = {probe.name: self.outside(probe) for probe in PROBES}
         self._subjects: dict[State, Subject] = {}
         self._readings: dict[tuple[State, str], Reading] = {}
 
@@ -53,7 +54,18 @@ class States:
         name = f"<mended {','.join(map(str, sorted(state)))}>"
         return Subject(self.paper.text(left), self.paper.names, name)
 
+    def outside(self, probe: Probe) -> State:
+        """The bugs whose lines a probe does not run."""
+        runs = reached(self.paper, self.planted, probe.runs)
+        owners = [owner(self.paper, bug) for bug in self.planted]
+        return State(number for number, name in enumerate(owners) if name not in runs)
+
+    def seen(self, state: State, probe: Probe) -> State:
+        """The state as a probe sees it: what it does not run may as well be mended."""
+        return state | self._outside[probe.name]
+
     def reading(self, state: State, probe: Probe) -> Reading:
+        state = self.seen(state, probe)
         key = state, probe.name
         if key not in self._readings:
             if state not in self._subjects:
@@ -79,12 +91,23 @@ class States:
 
     def told_apart(self) -> bool:
         """Whether each two states differ clearly in some probe, and each bug shows alone."""
-        groups = [list(self.all)]
-        for probe in PROBES:
-            groups = [part for group in groups for part in self._parted(group, probe)]
-            if not groups:
-                return True
-        return False
+        return self._all_apart(self.all, PROBES, {})
+
+    def _all_apart(
+        self, group: list[State], probes: Sequence[Probe], telling: dict[State, Probe]
+    ) -> bool:
+        """Whether these probes tell each two of a group; telling: what told such a pair before."""
+        if len(group) == 2:
+            differ = group[0] ^ group[1]
+            for probe in sorted(probes, key=lambda one: one is not telling.get(differ)):
+                if self._apart(*group, probe):
+                    telling[differ] = probe
+                    return True
+            return False
+        if not probes:
+            return False
+        parts = self._parted(group, probes[0])
+        return all(self._all_apart(part, probes[1:], telling) for part in parts)
 
     def _parted(self, group: list[State], probe: Probe) -> list[list[State]]:
         """Parts of a group between which the probe tells; those of one state are done with."""
@@ -99,6 +122,8 @@ class States:
         return [part for part in parts if len(part) > 1]
 
     def _apart(self, one: State, other: State, probe: Probe) -> bool:
+        if self.seen(one, probe) == self.seen(other, probe):
+            return False
         gaps = differing(self.reading(one, probe), self.reading(other, probe))
         return APART in gaps.values()
 

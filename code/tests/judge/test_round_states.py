@@ -15,7 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from round_survey import judged, survey
 
 from judge.round.measuring import APART, absolute, difference, differing, relative
-from judge.round.paper import clean_paper, filled, kinds, nth_set, parsed_pieces, plantable
+from judge.round.paper import (
+    clean_paper,
+    definitions,
+    filled,
+    kinds,
+    nth_set,
+    owner,
+    parsed_pieces,
+    plantable,
+    reached,
+)
 from judge.round.probes import PROBES
 from judge.round.states import States, breaks, measured
 from judge.round.subject import Subject
@@ -147,6 +157,41 @@ def test_a_bug_mended_by_another_is_new():
     other = [plantable(paper, by_name["mask-fill-zero"]), planted[1]]
     got, off = judged(states, paper.text(other))
     assert off and 1 not in got
+
+
+def without(paper, names):
+    """The clean file in which these definitions raise when they are called."""
+    lines = paper.body.split("\n")
+    whole = definitions(paper)
+    for name in sorted(names, key=lambda name: -whole[name].lineno):
+        node = whole[name]
+        start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        lines[start - 1 : node.end_lineno] = [f"def {name}(*_, **__): raise AssertionError"]
+    return paper._replace(body="\n".join(lines)).text()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_probe_runs_nothing_but_what_it_names(seed):
+    """So a bug elsewhere cannot move it, and is not measured again for it."""
+    paper = clean_paper(seed, 4)
+    states = States(paper, ())
+    seen = set()
+    for probe in PROBES:
+        runs = reached(paper, (), probe.runs)
+        seen |= runs
+        subject = Subject(without(paper, definitions(paper).keys() - runs), paper.names, "less.py")
+        theirs = measured(probe, subject, states.layout)
+        assert not differing(theirs, states.reading(states.all[0], probe)), probe.name
+    assert seen >= definitions(paper).keys() - {"main"}
+
+
+def test_a_bug_may_reach_further_than_the_right_lines():
+    paper = first_paper(loop="divided")
+    kind = next(kind for kind in kinds() if kind.name == "optimiser-of-another-model")
+    bug = plantable(paper, kind)
+    assert owner(paper, bug) == "train"
+    assert "GPT" not in reached(paper, (), ("train",))
+    assert "GPT" in reached(paper, (bug,), ("train",))
 
 
 HARMLESS = {  # what a reader may change: settings, prints, hints, helpers, order, buffers
