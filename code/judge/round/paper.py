@@ -321,17 +321,29 @@ def names_known(bug: Planted, lines: list[str]) -> bool:
     )
 
 
-def definitions(paper: Paper) -> dict[str, ast.stmt]:
-    """The functions and classes at the left margin, by the names of pieces.txt."""
-    kinds_of = (ast.FunctionDef, ast.ClassDef)
-    return {node.name: node for node in ast.parse(paper.body).body if isinstance(node, kinds_of)}
+class Definition(NamedTuple):
+    """A function or class at the left margin: its lines, counted from 0, and the words in it."""
+
+    lines: range
+    words: frozenset[str]
+
+
+@functools.lru_cache(maxsize=16)
+def definitions(body: str) -> dict[str, Definition]:
+    """By the names of pieces.txt; a decorator belongs to what it decorates."""
+    found, lines = {}, body.split("\n")
+    for node in ast.parse(body).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)]) - 1
+            words = re.findall(r"\w+", "\n".join(lines[first : node.end_lineno]))
+            found[node.name] = Definition(range(first, node.end_lineno), frozenset(words))
+    return found
 
 
 def owner(paper: Paper, bug: Planted) -> str | None:
     """The definition in which a bug stands; None where it stands in none."""
-    whole = definitions(paper).items()
-    holding = (name for name, n in whole if n.lineno <= bug.line + 1 <= n.end_lineno)
-    return next(holding, None)
+    whole = definitions(paper.body).items()
+    return next((name for name, one in whole if bug.line in one.lines), None)
 
 
 def reached(paper: Paper, planted: Sequence[Planted], calls: Sequence[str]) -> set[str | None]:
@@ -340,15 +352,15 @@ def reached(paper: Paper, planted: Sequence[Planted], calls: Sequence[str]) -> s
     get_batch is not reached from the loop: the judge puts its own in its place. None is among
     them: what stands in no definition always runs.
     """
-    texts = {name: ast.unparse(node) for name, node in definitions(paper).items()}
+    words = {name: set(one.words) for name, one in definitions(paper.body).items()}
     for bug in planted:
         if inside := owner(paper, bug):
-            texts[inside] += "\n" + "\n".join(bug.wrong)
+            words[inside] |= set(re.findall(r"\w+", "\n".join(bug.wrong)))
     found, ahead = {None}, {"Settings", *calls}
     while ahead:
         found |= ahead
-        words = {word for name in ahead for word in re.findall(r"\w+", texts[name])}
-        ahead = (words & texts.keys()) - found - {"get_batch"}
+        named = set().union(*(words[name] for name in ahead))
+        ahead = (named & words.keys()) - found - {"get_batch"}
     return found
 
 

@@ -91,35 +91,16 @@ class States:
 
     def told_apart(self) -> bool:
         """Whether each two states differ clearly in some probe, and each bug shows alone."""
-        return self._all_apart(self.all, PROBES, {})
-
-    def _all_apart(
-        self, group: list[State], probes: Sequence[Probe], telling: dict[State, Probe]
-    ) -> bool:
-        """Whether these probes tell each two of a group; telling: what told such a pair before."""
-        if len(group) == 2:
-            differ = group[0] ^ group[1]
-            for probe in sorted(probes, key=lambda one: one is not telling.get(differ)):
-                if self._apart(*group, probe):
-                    telling[differ] = probe
-                    return True
-            return False
-        if not probes:
-            return False
-        parts = self._parted(group, probes[0])
-        return all(self._all_apart(part, probes[1:], telling) for part in parts)
-
-    def _parted(self, group: list[State], probe: Probe) -> list[list[State]]:
-        """Parts of a group between which the probe tells; those of one state are done with."""
-        parts: list[list[State]] = []
-        for state in group:
-            near = [
-                part for part in parts
-                if any(not self._apart(state, other, probe) for other in part)
-            ]  # fmt: skip
-            parts = [part for part in parts if part not in near]
-            parts.append([state, *itertools.chain(*near)])
-        return [part for part in parts if len(part) > 1]
+        telling: dict[State, Probe] = {}  # by the bugs in which two states differ, what told last
+        for one, other in itertools.combinations(self.all, 2):
+            last = telling.get(one ^ other)
+            for probe in sorted(PROBES, key=lambda probe: probe is not last):
+                if self._apart(one, other, probe):
+                    telling[one ^ other] = probe
+                    break
+            else:
+                return False
+        return True
 
     def _apart(self, one: State, other: State, probe: Probe) -> bool:
         if self.seen(one, probe) == self.seen(other, probe):
