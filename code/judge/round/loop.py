@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from judge.round.measuring import Reading, absolute
+from judge.round.measuring import Reading, absolute, relative
 from judge.round.subject import SIZES, Subject, drawn_ids
 
 TIGHT = 0.05  # a limit that every gradient passes
@@ -171,12 +171,13 @@ def one_run(subject: Subject, layout: dict[str, Tensor], **changes: object) -> R
     planned = [
         float(subject["learning_rate"](i, settings)) / SIZES["max_rate"] for i in range(len(steps))
     ]
+    ratios = absolute([step.ratio for step in steps], 5e-4)
     seen = [ids.flatten().tolist() for step in steps for ids, _, _ in step.calls]
     return {
         "steps": len(steps),
         "losses": len(losses) if hasattr(losses, "__len__") else None,
         "cosines": absolute([step.cosine for step in steps], 1e-4),
-        "norms": absolute([step.ratio for step in steps], 5e-4),
+        "norms": ratios._replace(unit=max(1.0, relative(ratios.numbers).unit)),
         "lengths": absolute([step.norm / TIGHT for step in steps], 1e-3),
         "rates": absolute([a - b for a, b in zip(rates, planned)], 1e-3),
         "modes": tuple({train for step in steps for _, _, train in step.calls}),

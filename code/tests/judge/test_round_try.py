@@ -112,7 +112,7 @@ FAKED = "print('[round 17] 0 of 4 left')\nimport os\nos.write(1, b'[round 17] 0 
         (lambda text: text + "\nimport os\nos._exit(0)\n", "ends the process"),
         (lambda text: text + "\nimport sys\nsys.exit(0)\n", "SystemExit"),
         (lambda text: text.replace("proj = nn.Linear", "last = nn.Linear", 1), "no parameter|raises"),
-        (lambda text: text.replace("version 1", "version 9", 1), "made by version 9"),
+        (lambda text: re.sub(r"version \d+", "version 9", text, count=1), "made by version 9"),
         (lambda text: text.replace("# bug round: seed", "# bug round: the seed", 1), "first line"),
     ],
     ids=["syntax", "model renamed", "function renamed", "endless", "asleep", "raises", "leaves",
