@@ -20,7 +20,7 @@ CONTEXT, VOCABULARY = SIZES["context"], SIZES["vocab_size"]
 ROWS = 4000  # of one prompt: two fair samples differ by less than SHARE, bugs by more than three
 SHARE = 0.05
 PROMPTS = (("short", 3, 4, 6), ("over the context", CONTEXT + 2, 3, 8), ("row", 5, 2, 1))
-NEAR = 0.6  # of ln V: Xavier's head is 0.3 above it at these sizes, tables of width 1 are 1.8
+NEAR = 0.6  # of ln V: heads by Xavier or Kaiming are 0.2 to 0.4 above it, tables of width 1 1.8
 LEAST = 1e-5  # of the whole gradient: below it a parameter's is rounding
 
 Layout = dict[str, Tensor]

@@ -160,12 +160,8 @@ def test_all_states_of_repair_are_counted_right_in_other_styles(seed, faults):
 def test_a_bug_mended_by_another_is_new():
     """The mask's bug gives way to another one of the mask."""
     paper = first_paper(mask="triu", scores="matmul")
-    by_name = {kind.name: kind for kind in kinds()}
-    planted = [plantable(paper, by_name[name]) for name in ("mask-transposed", "argmin")]
-    planted = [bug or plantable(paper, by_name["first-logits"]) for bug in planted]
-    states = States(paper, planted)
-    other = [plantable(paper, by_name["mask-fill-zero"]), planted[1]]
-    got, off = judged(states, paper.text(other))
+    bugs = planted(paper, "mask-transposed", "argmin")
+    got, off = judged(States(paper, bugs), paper.text([*planted(paper, "mask-fill-zero"), bugs[1]]))
     assert off and 1 not in got
 
 
@@ -203,6 +199,25 @@ def test_a_bug_may_reach_further_than_the_right_lines():
     assert owner(paper, bug) == "train"
     assert "GPT" not in reached(paper, (), ("train",))
     assert "GPT" in reached(paper, (bug,), ("train",))
+
+
+def planted(paper, *names):
+    by_name = {kind.name: kind for kind in kinds()}
+    return [plantable(paper, by_name[name]) for name in names]
+
+
+def test_gradients_of_any_length_are_compared_by_their_length():
+    """Stretched to a limit of a billion, they differ in other styles by more than 1."""
+    paper = first_paper(clip="own", norm="builtin", block="lines", scores="matmul")
+    other = paper.in_choices(paper.choices | {"norm": "variance", "block": "steps"})
+    states = States(paper, planted(paper, "clip-lengthens"))
+    assert judged(states, other.text(planted(other, "clip-lengthens"))) == (frozenset(), 0)
+
+
+def test_a_missing_crop_needs_the_positions_to_raise():
+    paper = first_paper(places="table", mask="compare")
+    assert not together(*planted(paper, "crop-missing", "positions-not-added"))
+    assert together(*planted(paper, "crop-missing", "no-scale"))
 
 
 HARMLESS = [  # each with one style
