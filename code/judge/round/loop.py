@@ -11,14 +11,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from judge.round.measuring import Reading, absolute
+from judge.round.measuring import Reading, absolute, relative
 from judge.round.subject import SIZES, Subject, drawn_ids
 
 TIGHT = 0.05  # a limit that every gradient passes
 
 
 class Step:
-    """What was seen between two steps of an optimiser, and at the second of them."""
+    """What was seen between two steps of an optimiser, and at the second of them.
+
+    A call counts when a gradient flows back from it: a loss that is only looked at is none.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor, bool]] = []  # ids, targets, train mode
@@ -35,13 +38,14 @@ class Watch:
         self.steps, self.now = [], Step()
         self.optimizers: list[object] = []
         self.asking = False
+        self.given: list[tuple[Tensor, Tensor]] = []  # inputs and targets of the batches
         self.before: list[Tensor] = []
         self.mean: list[Tensor] = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
         handles = [
-            self.model.register_forward_pre_hook(self.called, with_kwargs=True),
+            self.model.register_forward_hook(self.called, with_kwargs=True),
             register_optimizer_step_pre_hook(self.steps_now),
             register_optimizer_step_post_hook(self.has_stepped),
         ]
@@ -51,12 +55,32 @@ class Watch:
             for handle in handles:
                 handle.remove()
 
-    def called(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    def called(self, model: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+        """Without targets, it is their own loss: the targets are those that came with the ids."""
         values = dict(zip(("ids", "targets"), args)) | kwargs
-        targets = values.get("targets")
-        if not self.asking and targets is not None:
-            ids = next(iter(values.values()))
-            self.now.calls.append((ids.detach().clone(), targets.detach().clone(), model.training))
+        ids, targets = next(iter(values.values())), values.get("targets")
+        targets = self.targets_of(ids) if targets is None else targets
+        if self.asking or targets is None:
+            return
+        call = ids.detach().clone(), targets.detach().clone(), model.training
+
+        def counted(_: Tensor) -> None:
+            if not any(one is call for one in self.now.calls):
+                self.now.calls.append(call)
+
+        for part in output:
+            if isinstance(part, Tensor) and part.requires_grad:
+                part.register_hook(counted)
+
+    def targets_of(self, ids: Tensor) -> Tensor | None:
+        """What the batches gave for these rows; None where a row is of no batch."""
+        if not self.given:
+            return None
+        inputs, targets = (torch.cat(part) for part in zip(*self.given))
+        if ids.shape[1:] != inputs.shape[1:]:
+            return None
+        same = (ids[:, None] == inputs).all(dim=-1)
+        return targets[same.int().argmax(dim=1)] if same.any(dim=1).all() else None
 
     def steps_now(self, optimizer: object, *_: object) -> None:
         """Compare the gradient handed over with the mean of the micro-batches seen."""
@@ -127,11 +151,13 @@ def one_run(subject: Subject, layout: dict[str, Tensor], **changes: object) -> R
     data = drawn_ids("P7 data", 60)
     numbers = iter(range(10**6))
 
+    watch = Watch(model, parameters)
+
     def get_batch(data: Tensor, settings: object) -> tuple[Tensor, Tensor]:
-        return batch(next(numbers), data, settings, subject.names)
+        watch.given.append(batch(next(numbers), data, settings, subject.names))
+        return watch.given[-1]
 
     theirs, subject.space["get_batch"] = subject.space["get_batch"], get_batch
-    watch = Watch(model, parameters)
     at_first = [p.detach().clone() for p in parameters]
     torch.manual_seed(3)
     try:
@@ -145,12 +171,13 @@ def one_run(subject: Subject, layout: dict[str, Tensor], **changes: object) -> R
     planned = [
         float(subject["learning_rate"](i, settings)) / SIZES["max_rate"] for i in range(len(steps))
     ]
+    ratios = absolute([step.ratio for step in steps], 5e-4)
     seen = [ids.flatten().tolist() for step in steps for ids, _, _ in step.calls]
     return {
         "steps": len(steps),
         "losses": len(losses) if hasattr(losses, "__len__") else None,
         "cosines": absolute([step.cosine for step in steps], 1e-4),
-        "norms": absolute([step.ratio for step in steps], 5e-4),
+        "norms": ratios._replace(unit=max(1.0, relative(ratios.numbers).unit)),
         "lengths": absolute([step.norm / TIGHT for step in steps], 1e-3),
         "rates": absolute([a - b for a, b in zip(rates, planned)], 1e-3),
         "modes": tuple({train for step in steps for _, _, train in step.calls}),

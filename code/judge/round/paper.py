@@ -4,6 +4,7 @@ Nothing here needs torch, and a seed gives the same text on every Python: what i
 `random.Random(seed).random()` alone, the one sequence that Python promises to keep.
 """
 
+import ast
 import functools
 import itertools
 import random
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 HERE = Path(__file__).resolve().parent
-VERSION = 1  # of pieces, kinds and drawing: a seed means the same file within a version
+VERSION = 2  # of pieces, kinds and drawing: a seed means the same file within a version
 FAULTS = (3, 4, 5)
 LINES, CODE_LINES = 230, 170  # at most, in a file and of code in it
 FIRST = re.compile(
@@ -318,6 +319,49 @@ def names_known(bug: Planted, lines: list[str]) -> bool:
         or re.search(rf"^\s*{name} = ", wrong, re.M)
         for name in ("places", "T", "later", "place", "hidden")
     )
+
+
+class Definition(NamedTuple):
+    """A function or class at the left margin: its lines, counted from 0, and the words in it."""
+
+    lines: range
+    words: frozenset[str]
+
+
+@functools.lru_cache(maxsize=16)
+def definitions(body: str) -> dict[str, Definition]:
+    """By the names of pieces.txt; a decorator belongs to what it decorates."""
+    found, lines = {}, body.split("\n")
+    for node in ast.parse(body).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)]) - 1
+            words = re.findall(r"\w+", "\n".join(lines[first : node.end_lineno]))
+            found[node.name] = Definition(range(first, node.end_lineno), frozenset(words))
+    return found
+
+
+def owner(paper: Paper, bug: Planted) -> str | None:
+    """The definition in which a bug stands; None where it stands in none."""
+    whole = definitions(paper.body).items()
+    return next((name for name, one in whole if bug.line in one.lines), None)
+
+
+def reached(paper: Paper, planted: Sequence[Planted], calls: Sequence[str]) -> set[str | None]:
+    """The definitions that can run when some are called: a definition reaches those it names.
+
+    get_batch is not reached from the loop: the judge puts its own in its place. None is among
+    them: what stands in no definition always runs.
+    """
+    words = {name: set(one.words) for name, one in definitions(paper.body).items()}
+    for bug in planted:
+        if inside := owner(paper, bug):
+            words[inside] |= set(re.findall(r"\w+", "\n".join(bug.wrong)))
+    found, ahead = {None}, {"Settings", *calls}
+    while ahead:
+        found |= ahead
+        named = set().union(*(words[name] for name in ahead))
+        ahead = (named & words.keys()) - found - {"get_batch"}
+    return found
 
 
 def together(one: Planted, other: Planted) -> bool:

@@ -43,17 +43,15 @@ def key_in_words(paper: Paper, planted: Sequence[Planted]) -> str:
     """Each bug: where it stands, what it shows, how it is mended, what to ask."""
     parts = [f"# Key to paper.py\n\nSeed {paper.seed}, {len(planted)} bugs.\n"]
     for bug in planted:
-        where = bug.kind.see
-        where = where if where.endswith(".md") else f"{where} of the notes"
         parts.append(
             f"## Line {paper.first_line_of(bug, planted)}: {bug.kind.name} ({bug.kind.place})\n\n"
             f"```python\n{paper.in_file(bug.wrong)}\n```\n\n"
             f"- Symptom: {bug.kind.symptom}.\n"
             f"- Mend: {bug.kind.mend}.\n\n"
             f"```python\n{paper.in_file(bug.right)}\n```\n\n"
-            f"- Ask: {bug.kind.ask} ({where})\n"
+            f"- Ask: {bug.kind.ask} ({bug.kind.see} of the notes)\n"
         )
-    return "\n".join(parts)
+    return "\n".join([*parts, read("answers.md")])
 
 
 def key_of(path: Path) -> tuple[int, int, int]:

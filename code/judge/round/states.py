@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from judge.round.measuring import APART, Raised, Reading, differing, raised
-from judge.round.paper import Paper, Planted
+from judge.round.paper import Paper, Planted, owner, reached
 from judge.round.probes import PROBES, Layout, Probe
 from judge.round.subject import Subject, drawn_layout, reset
 
@@ -45,6 +45,7 @@ class States:
             for mended in itertools.combinations(numbers, count)
         ]
         self.layout = layout or drawn_layout(self.subject(self.all[0]))
+        self._outside = {probe.name: self.outside(probe) for probe in PROBES}
         self._subjects: dict[State, Subject] = {}
         self._readings: dict[tuple[State, str], Reading] = {}
 
@@ -53,7 +54,18 @@ class States:
         name = f"<mended {','.join(map(str, sorted(state)))}>"
         return Subject(self.paper.text(left), self.paper.names, name)
 
+    def outside(self, probe: Probe) -> State:
+        """The bugs whose lines a probe does not run."""
+        runs = reached(self.paper, self.planted, probe.runs)
+        owners = [owner(self.paper, bug) for bug in self.planted]
+        return State(number for number, name in enumerate(owners) if name not in runs)
+
+    def seen(self, state: State, probe: Probe) -> State:
+        """The state as a probe sees it: what it does not run may as well be mended."""
+        return state | self._outside[probe.name]
+
     def reading(self, state: State, probe: Probe) -> Reading:
+        state = self.seen(state, probe)
         key = state, probe.name
         if key not in self._readings:
             if state not in self._subjects:
@@ -79,26 +91,20 @@ class States:
 
     def told_apart(self) -> bool:
         """Whether each two states differ clearly in some probe, and each bug shows alone."""
-        groups = [list(self.all)]
-        for probe in PROBES:
-            groups = [part for group in groups for part in self._parted(group, probe)]
-            if not groups:
-                return True
-        return False
-
-    def _parted(self, group: list[State], probe: Probe) -> list[list[State]]:
-        """Parts of a group between which the probe tells; those of one state are done with."""
-        parts: list[list[State]] = []
-        for state in group:
-            near = [
-                part for part in parts
-                if any(not self._apart(state, other, probe) for other in part)
-            ]  # fmt: skip
-            parts = [part for part in parts if part not in near]
-            parts.append([state, *itertools.chain(*near)])
-        return [part for part in parts if len(part) > 1]
+        telling: dict[State, Probe] = {}  # by the bugs in which two states differ, what told last
+        for one, other in itertools.combinations(self.all, 2):
+            last = telling.get(one ^ other)
+            for probe in sorted(PROBES, key=lambda probe: probe is not last):
+                if self._apart(one, other, probe):
+                    telling[one ^ other] = probe
+                    break
+            else:
+                return False
+        return True
 
     def _apart(self, one: State, other: State, probe: Probe) -> bool:
+        if self.seen(one, probe) == self.seen(other, probe):
+            return False
         gaps = differing(self.reading(one, probe), self.reading(other, probe))
         return APART in gaps.values()
 

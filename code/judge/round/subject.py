@@ -129,6 +129,7 @@ def reset() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
     torch.set_num_threads(1)
 
 

@@ -27,7 +27,7 @@ def answer(request: dict, channel: Channel) -> None:
 
 
 def without_compiler() -> None:
-    """Spare the second in which torch imports its compiler, with the first optimiser.
+    """Spare the second in which torch imports its compiler, for the first step of an optimiser.
 
     Where torch keeps this otherwise, nothing is found and nothing is spared.
     """
@@ -35,6 +35,10 @@ def without_compiler() -> None:
         plain = getattr(method, "__wrapped__", None)
         if plain is not None:
             plain.__dynamo_disable = plain
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        plain = getattr(vars(optimizer).get("step"), "__wrapped__", None)
+        if plain is not None:
+            optimizer.step = torch.no_grad()(plain)  # as the wrapper does, but for the compiler
 
 
 def chosen_set(paper: Paper) -> int:

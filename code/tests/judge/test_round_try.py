@@ -1,5 +1,6 @@
 """debug and try of the bug round on the command line: verdicts, hints, sealed papers, clear answers."""
 
+import functools
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from judge.process import Limits
 from judge.round import command as command_line
 from judge.round.command import Drawn, bugs_of
 from judge.round.paper import kinds
+from judge.round.worker import tried
 
 SEED = 17
 
@@ -53,6 +55,14 @@ def try_text(tmp_path, command):
     return judged
 
 
+class Quiet:
+    """A channel to nobody."""
+
+    def stage(self, label: str) -> None: ...
+
+    running = stage
+
+
 def mended(drawn, *numbers: int) -> str:
     paper, planted, _ = drawn
     return paper.text([bug for i, bug in enumerate(planted) if i not in numbers])
@@ -73,18 +83,29 @@ def test_debug_prints_the_same_file_for_a_seed_and_try_counts_down(drawn, comman
     assert "Second order" in out and "model.step(ids [B, t], cache=None)" in out
 
 
-def test_a_symptom_has_a_number_and_not_the_place(drawn, try_text):
-    for number in range(4):
-        _, out, _ = try_text(mended(drawn, *(i for i in range(4) if i != number)))
-        lines = out.strip().split("\n")
-        assert lines[0] == "[round 17] 1 of 4 left" and len(lines) == 2
-        assert re.search(r"\d", lines[1])
-        bug = drawn[1][number]
-        assert "line " not in lines[1] and bug.kind.mend not in lines[1]
-        assert not any(line.strip() in lines[1] for line in bug.wrong)
+def test_a_symptom_has_a_number_and_not_the_place(drawn, try_text, monkeypatch):
+    """Of each bug alone; the first as the command prints it."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    paper, planted, _ = drawn
+    _, out, _ = try_text(paper.text(planted[:1]))
+    for number, bug in enumerate(planted):
+        request = {"text": paper.text([bug]), "filename": "round.py"}
+        request |= {"seed": SEED, "faults": 4, "set": 1}
+        found = tried(request, Quiet())
+        assert (found["left"], found["of"], found["new"], found["bug"]) == (1, 4, False, number)
+        said = found["symptom"]
+        assert re.search(r"\d", said)
+        assert "line " not in said and bug.kind.mend not in said
+        assert not any(line.strip() in said for line in bug.wrong)
+        if number == 0:
+            assert out == f"[round 17] 1 of 4 left\n  {said}\n"
 
 
-def test_hints_name_the_place_then_the_line_then_the_mend(drawn, try_text):
+def test_hints_name_the_place_then_the_line_then_the_mend(drawn, try_text, monkeypatch):
+    """Of one measurement, as the file stays the same."""
+    once = functools.cache(command_line.measured)
+    monkeypatch.setattr(command_line, "measured", once)
     text = mended(drawn, 1, 2, 3)
     paper, (bug, *_), _ = drawn
     seen = [try_text(text, "--hint")[1] for _ in range(3)]
@@ -112,14 +133,14 @@ FAKED = "print('[round 17] 0 of 4 left')\nimport os\nos.write(1, b'[round 17] 0 
         (lambda text: text + "\nimport os\nos._exit(0)\n", "ends the process"),
         (lambda text: text + "\nimport sys\nsys.exit(0)\n", "SystemExit"),
         (lambda text: text.replace("proj = nn.Linear", "last = nn.Linear", 1), "no parameter|raises"),
-        (lambda text: text.replace("version 1", "version 9", 1), "made by version 9"),
+        (lambda text: re.sub(r"version \d+", "version 9", text, count=1), "made by version 9"),
         (lambda text: text.replace("# bug round: seed", "# bug round: the seed", 1), "first line"),
     ],
     ids=["syntax", "model renamed", "function renamed", "endless", "asleep", "raises", "leaves",
          "exits", "parameter renamed", "version", "first line"],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_said(drawn, try_text, change, says, monkeypatch):
-    monkeypatch.setattr(command_line, "LIMITS", Limits(3.0, 10.0))
+    monkeypatch.setattr(command_line, "LIMITS", Limits(2.0, 6.0))
     text = change(mended(drawn, 0, 1, 2, 3))
     status, out, _ = try_text(text)
     assert status == 1
