@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from judge.compare import CLOSE, Expectation, kind_in_words
-from judge.state import SubmittedFile
+from judge.state import SubmittedFile, raised_in
 
 
 class Trouble(Exception):  # noqa: N818, it is a finding, not an error of ours
@@ -82,8 +82,8 @@ class Outcomes:
         except Trouble as trouble:
             return {"trouble": str(trouble)}
         except (Exception, SystemExit) as error:
-            file = self.file or SubmittedFile("", "<whiteboard>")
-            return {"raised": file.raised(error)}
+            filename = self.file.filename if self.file else "<whiteboard>"
+            return {"raised": raised_in(filename, error)}
         finally:
             if self.file:
                 self.file.restore()

@@ -31,6 +31,7 @@ class ClassExercise:
         self.task, self.name, self.style, self.sizes = task, task.name, style, sizes
         self.drawn_steep = drawn_steep
         self.cases = self.all_cases()
+        self.weight_layouts: dict[tuple, dict[tuple, object]] = {}  # by sizes, then by parameters
 
     def build(self, cls: type, sizes: Sizes) -> nn.Module:
         """An instance of these sizes."""

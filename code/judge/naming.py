@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from judge.answers import answer_source, parts_of
+from judge.behaviour import function_behaviour
 from judge.cases import Outcomes, Unjudged
 from judge.catalogue import TASKS
 from judge.compare import (
@@ -25,9 +25,8 @@ from judge.compare import (
 from judge.exercises import answer_outcomes
 from judge.mistakes import Mistake, mistakes_of
 
-PAIRS_SECONDS = 1.5  # of computing, for trying pairs
-EVIDENCE_CASES = 5  # failing cases that a mistake may explain alone
-EVIDENCE_SECONDS = 0.8
+PAIRS = 120  # are tried: a count, not seconds, so that every machine names the same
+EVIDENCE_CASES = 6  # failing cases that a mistake may explain alone
 
 Wrong = list[tuple[int, Difference]]
 
@@ -168,6 +167,15 @@ def is_telling(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
 
 
+def telling_results(values: list[object]) -> int:
+    """How many equal results are hardly chance; of whole numbers, or one alone, three others."""
+    found = sum(map(is_telling, values))
+    lists = [v for v in values if isinstance(v, list) and v]
+    ids = [v for v in values if isinstance(v, Tensor) and not is_telling(v) and v.numel()]
+    ids = [v for v in ids if v.dtype != torch.bool and (v.is_floating_point() or v.numel() > 1)]
+    return found or int(len({str(v) for v in (*lists, *ids)}) >= 3)
+
+
 def explained_alone(
     name: str, theirs: Outcomes, wrong: Wrong, mistakes: Iterable[Mistake]
 ) -> list[tuple[Mistake, int]]:
@@ -175,19 +183,17 @@ def explained_alone(
 
     The number is that of results that are hardly equal by chance.
     """
-    answer = answer_outcomes(name)
+    answer, results = answer_outcomes(name), {one: [] for one in mistakes}
     order = [i for i in case_order(answer, wrong) if i in {i for i, _ in wrong}]
-    order = [i for i in order if problem_of(theirs[i]) is None][:EVIDENCE_CASES]
-    until, results = time.process_time() + EVIDENCE_SECONDS, {one: [] for one in mistakes}
-    for i in order:  # the first case with all mistakes, then the next while there is time
+    order = [i for i in order if problem_of(theirs[i]) is None]
+    several = order and any(map(is_telling, theirs[order[0]].values()))
+    for i in order[: 2 if several else EVIDENCE_CASES]:
         for mistake in results:
-            if i != order[0] and time.process_time() > until:
-                break
             outcome = answer_outcomes(name, mistake)[i]
             how = answer.cases[i].how
             how = how._replace(close=10 * how.close)  # another eps beside it may not hide it
             results[mistake] += explained_results(answer[i], outcome, theirs[i], how)
-    found = [(one, len(known), sum(map(is_telling, known))) for one, known in results.items()]
+    found = [(one, len(known), telling_results(known)) for one, known in results.items()]
     found = sorted((one for one in found if one[1]), key=lambda item: -item[1])
     return [(mistake, telling) for mistake, _, telling in found]
 
@@ -210,17 +216,23 @@ def named_function_mistake(name: str, theirs: Outcomes, wrong: Wrong) -> Named |
         return None
     order = case_order(answer_outcomes(name), wrong)
     single = nearest_mistake(name, theirs, order)
+    failing = [i for i, _ in wrong]
     if single is not None:
         return Named((single,))
+    if all("trouble" in theirs[i] for i in failing):
+        return None  # what is said of the first tells more than what would hide behind it
     explained = explained_alone(name, theirs, wrong, known_mistakes(name))
-    until = time.process_time() + PAIRS_SECONDS
     first = dict.fromkeys(mistake for mistake, _ in explained) | dict.fromkeys(mistakes_of(name))
-    for pair in pairs_with(name, first):
+    for pair in itertools.islice(pairs_with(name, first), PAIRS):
         if behaves_as(answer_outcomes(name, *pair), theirs, order):
             return Named(pair)
-        if time.process_time() > until:
-            break
-    return one_of_several(explained)
+    said = function_behaviour(answer_outcomes(name), theirs, failing)
+    return one_of_several(explained) or seen(said)
+
+
+def seen(said: str | None) -> Named | None:
+    """What is seen in the results, as a mistake."""
+    return Named((Mistake(said, "", ""),)) if said else None
 
 
 def one_of_several(explained: list[tuple[Mistake, int]]) -> Named | None:

@@ -147,11 +147,16 @@ class SubmittedFile:
 
     def raised(self, error: BaseException) -> Raised:
         """The exception as Python shows it, cut to the last two frames in the file."""
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if frame.filename == self.filename][-2:]
-        lines = [line for frame in traceback.format_list(own) for line in frame.splitlines()]
-        lines = [line.strip("\n") for line in lines if set(line.strip()) - set("^~ ")]
-        message = "".join(traceback.format_exception_only(type(error), error))
-        if isinstance(error, SyntaxError):
-            return Raised(tuple(message.rstrip().split("\n")[-4:]))
-        return Raised((*lines, message.strip().split("\n")[0][:300]))
+        return raised_in(self.filename, error)
+
+
+def raised_in(filename: str, error: BaseException) -> Raised:
+    """The same of any file; only what is said at the end where it has no frame in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == filename][-2:]
+    lines = [line for frame in traceback.format_list(own) for line in frame.splitlines()]
+    lines = [line.strip("\n") for line in lines if set(line.strip()) - set("^~ ")]
+    message = "".join(traceback.format_exception_only(type(error), error))
+    if isinstance(error, SyntaxError):
+        return Raised(tuple(message.rstrip().split("\n")[-4:]))
+    return Raised((*lines, message.strip().split("\n")[0][:300]))

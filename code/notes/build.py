@@ -12,6 +12,8 @@ benchmark   A figure before `<!-- row -->` is the ratio of that row of code/benc
 recipes     The table under `<!-- recipes: title -->` is what the models of recipes.py show.
 faults      Between the two marks `classics` stands what the demos say of twelve faults of
             faults.txt: they are planted.
+outsider    Between the two marks `judge: outsider` stands the table that
+            code/tests/judge/outsider_answers.py --write has kept; how many answers, before it.
 links       Between the two marks `links` stand the targets of [§N], [Dnn], [Qn] and [arXiv:id].
 """
 
@@ -32,12 +34,14 @@ from judge.notes import section_of  # noqa: E402
 NOTES = ROOT / "transformer_block_tutorial.md"
 README = ROOT / "README.md"
 DOCUMENTS = (NOTES, README)
+OUTSIDER_TABLE = ROOT / "code" / "tests" / "judge" / "outsider.md"
 RESULTS = ROOT / "code" / "benchmarks" / "results.md"
 SNIPPET = re.compile(r"(<!-- snippet: ([\w.]+) -->\n```python\n)(.*?)\n?```", re.S)
 BENCHMARK = re.compile(r"(<!-- benchmark: ([^>]+) -->\n)((?:\|.*\n)*)")
 FIGURE = re.compile(r"\d+\.\d+(<!-- ([a-z0-9-]+) -->)")
 RECIPES = re.compile(r"(<!-- recipes: ([^>]+) -->\n)((?:\|.*\n)*)")
 FAULTS = re.compile(r"(<!-- classics -->\n\n).*?(?=\n\n<!-- /classics -->)", re.S)
+OUTSIDER = re.compile(r"(<!-- judge: outsider -->\n\n).*?(?=\n\n<!-- /judge -->)", re.S)
 LINKS = re.compile(r"(<!-- links: [^>]*-->\n).*?(?=\n<!-- /links -->)", re.S)
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 LABEL = re.compile(r"§\d+(?:\.\d+)?|[DQ]\d+|arXiv:\d{4}\.\d{5}")
@@ -183,6 +187,14 @@ def fault_table() -> str:
     return planted_faults.classics()
 
 
+def with_outsider(text: str) -> str:
+    """The last full run of the judge over the answers of its tests, and how many they are."""
+    table = OUTSIDER_TABLE.read_text(encoding="utf-8").strip()
+    _, right, _, wrong, *_ = cells_of(table.split("\n")[-1])
+    text = re.sub(r"(an outsider's )\d+( answers)", rf"\g<1>{int(right) + int(wrong)}\2", text)
+    return OUTSIDER.sub(lambda m: m[1] + table, text)
+
+
 def with_benchmark(text: str) -> str:
     text = BENCHMARK.sub(lambda m: m[1] + benchmark_table(m[2].split()), text)
     return FIGURE.sub(lambda m: benchmark_row(m[2])[2] + m[1], text)
@@ -193,6 +205,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "benchmark": with_benchmark,
     "recipes": lambda text: RECIPES.sub(lambda m: m[1] + recipe_table(m[2]), text),
     "faults": lambda text: FAULTS.sub(lambda m: m[1] + fault_table(), text),
+    "outsider": with_outsider,
     "links": lambda text: LINKS.sub(lambda m: f"{m[1]}{link_targets(text)}\n", text),
 }
 

@@ -3,7 +3,7 @@
 python3 code/tests/judge/outsider_answers.py [NAME …]    judges them and prints the table
     --half looked-at | kept    one half alone
     --words words.jsonl        writes what was said of each
-    --write                    puts the short table into the notes
+    --write                    keeps the short table in outsider.md, for code/notes/build.py
 
 outsider/<exercise>.txt holds the answers of an exercise. Each begins with a line
 `#= right | slug | its style` or `#= wrong | slug | its mistake`. Mistakes and cases of the judge
@@ -30,7 +30,7 @@ from judge.catalogue import TASKS
 from judge.judging import judge
 
 FOLDER = Path(__file__).with_name("outsider")
-NOTES = Path(__file__).resolve().parents[3] / "transformer_block_tutorial.md"
+TABLE = FOLDER.with_suffix(".md")
 HALVES = ("looked-at", "kept")
 FIRST_LEVELS = 3  # of the exercises that were there first
 LIMIT_SECONDS = 20  # of computing an answer
@@ -148,16 +148,6 @@ def rows_by_exercise(names: Iterable[str]) -> dict[str, Callable[[Finding], bool
     return {f"`{name}`": lambda f, name=name: f.answer.name == name for name in names}
 
 
-def write_table(short: str) -> None:
-    """Put the short table between its marks in the notes."""
-    notes = NOTES.read_text(encoding="utf-8")
-    pattern = r"(<!-- judge: outsider -->\n\n).*?(\n\n<!-- /judge -->)"
-    notes, places = re.subn(pattern, lambda m: m[1] + short + m[2], notes, flags=re.S)
-    if places != 1:
-        sys.exit("the notes need one <!-- judge: outsider --> … <!-- /judge -->")
-    NOTES.write_text(notes, encoding="utf-8")
-
-
 def main() -> None:
     """Judge what was asked for and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -183,7 +173,7 @@ def main() -> None:
     short = table(findings, SHORT_ROWS)
     print(f"\n{short}")
     if args.write:
-        write_table(short)
+        TABLE.write_text(short + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
