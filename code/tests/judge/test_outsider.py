@@ -8,7 +8,7 @@ import pytest
 from judge.catalogue import TASKS
 
 SEED = 20
-SAMPLE = 60  # of 838; `outsider_answers.py` judges all
+SAMPLE = 60  # of 1,199; `outsider_answers.py` judges all
 
 
 def sampled() -> list[outsider_answers.Answer]:
