@@ -15,11 +15,15 @@ RARE = 0.004  # of the draws: what was never drawn may have had that much of a c
 
 
 class Expectation(NamedTuple):
-    """How results of a case are compared: the letters of its sizes, and how near is equal."""
+    """How results of a case are compared: the letters of its sizes, and how near is equal.
+
+    close: as a share of the largest value; least: a gap that is rounding, whatever the values.
+    """
 
     letters: Mapping[int, str] = types.MappingProxyType({})
     close: float = CLOSE
     float32_is_right: bool = False  # as a result of float64 inputs
+    least: float = 1e-12
 
 
 class Difference(NamedTuple):
@@ -109,7 +113,9 @@ def tensor_difference(want: Tensor, have: object, how: Expectation) -> tuple[str
     wide, ours = have.detach().double(), want.detach().double()
     gap = (wide - ours).abs()
     largest = ours.abs().nan_to_num(0).max() if want.numel() else 0
-    bad = ~(gap <= how.close * largest + 1e-12) & (wide != ours) & ~(wide.isnan() & ours.isnan())
+    bad = (
+        ~(gap <= how.close * largest + how.least) & (wide != ours) & ~(wide.isnan() & ours.isnan())
+    )
     if want.dtype == torch.bool:
         bad = have != want
     if not bad.any():

@@ -9,6 +9,7 @@ from judge.catalogue import TASKS
 
 SEED = 20
 SAMPLE = 60  # of 1,199; `outsider_answers.py` judges all
+ALWAYS = {("attention_backward", "b_head_by_head")}  # right, but for rounding where scores are huge
 
 
 def sampled() -> list[outsider_answers.Answer]:
@@ -16,6 +17,7 @@ def sampled() -> list[outsider_answers.Answer]:
     generator = random.Random(SEED)
     by_name = {name: outsider_answers.answers_of(name) for name in TASKS}
     chosen = [generator.choice(answers) for answers in by_name.values()]
+    chosen += [a for answers in by_name.values() for a in answers if (a.name, a.slug) in ALWAYS]
     rest = [answer for answers in by_name.values() for answer in answers if answer not in chosen]
     return chosen + generator.sample(rest, SAMPLE - len(chosen))
 
