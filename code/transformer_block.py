@@ -1838,8 +1838,8 @@ def require_windows(windows: object, n_layers: int) -> None:
         raise TypeError(f"windows must be a list, got {windows!r}")
     if len(windows) != n_layers:
         raise ValueError(f"windows must have an entry for each of {n_layers} blocks, got {windows}")
-    for window in (window for window in windows if window is not None):
-        require_value(int, windows=window)
+    for window in windows:
+        require_value(int, optional=True, windows=window)
 
 
 def require_rope_dim(rope_dim: int | None, widths: set[int]) -> None:
@@ -2166,30 +2166,26 @@ def demo_blocks(device: str, *names: str, batch: int = 2) -> dict[str, tuple[nn.
     return {name: (block, given.get(name, tables)) for name, block in made.items()}
 
 
-def demo_mixtures(device: str) -> dict[str, nn.Module]:
-    """A mixture of every kind, of width 6; all but the first choose 3 of the same 8 experts."""
+def check_mixtures(device: str) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """(name, mixture, its router) of every kind, width 6, in float64 with weights that tell apart.
+
+    All but the first choose 3 of the same 8 experts.
+    """
     experts = [ClampedGatedFFN(6, 5, alpha=1.3, limit=0.4) for _ in range(8)]
     groups, shared = {"n_groups": 2, "top_groups": 1}, DenseFFN(6, 5)
-    biased = SoftmaxRouter(6, 8, 3, bias=True)
     deepseek_v2 = SoftmaxRouter(6, 8, 3, renormalise=False, scale=16.0, **groups)
-    deepseek_v3 = SigmoidRouter(6, 8, 3, scale=2.5, **groups)
     groups_of_one = SigmoidRouter(6, 8, 3, renormalise=False, n_groups=8, top_groups=5)
     unbiased = SigmoidRouter(6, 8, 3, selection_bias=False)
     mixtures = {
         "Switch": MoEFFN(6, 5, n_experts=8),
-        "gpt-oss": MixtureFFN(biased, experts),
+        "gpt-oss": MixtureFFN(SoftmaxRouter(6, 8, 3, bias=True), experts),
         "DeepSeek-V2": MixtureFFN(deepseek_v2, experts, shared),
-        "DeepSeek-V3": MixtureFFN(deepseek_v3, experts, shared),
+        "DeepSeek-V3": MixtureFFN(SigmoidRouter(6, 8, 3, scale=2.5, **groups), experts, shared),
         "groups of one": MixtureFFN(groups_of_one, experts, shared),
         "Llama-4": MixtureFFN(unbiased, experts, shared, weigh_input=True),
     }
-    return {name: mixture.to(device) for name, mixture in mixtures.items()}
-
-
-def check_routers(device: str) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """(name, mixture, its router) of demo_mixtures in float64, with weights that tell apart."""
-    for name, mixture in demo_mixtures(device).items():
-        router = mixture if isinstance(mixture, MoEFFN) else mixture.router
+    for name, mixture in mixtures.items():
+        router = mixture if name == "Switch" else mixture.router
         check_randomized(mixture, device)
         router.router.weight.data.mul_(3)
         if getattr(router, "selection_bias", None) is not None:
@@ -2368,7 +2364,7 @@ def prove_D01_logits(device: str) -> Iterator[tuple[str, bool]]:
 
 
 def prove_D01_loss(device: str) -> Iterator[tuple[str, bool]]:
-    """next_token_loss is torch's cross entropy over the pairs that count, in float32 or wider."""
+    """next_token_loss is torch's cross entropy over the pairs that count; what it refuses."""
     device = check_exact_device(device)
     ids = torch.tensor([[1, 5, 0, 10]], device=device)
     logits = check_draw(1, 4, 11, device=device)
@@ -2384,6 +2380,15 @@ def prove_D01_loss(device: str) -> Iterator[tuple[str, bool]]:
     yield "no pairs give 0", next_token_loss(logits[:, :1], ids[:, :1]).item() == 0.0
     for low in (logits.half(), logits.bfloat16()):
         yield f"float32 loss of {low.dtype}", next_token_loss(low, ids).dtype == torch.float32
+    even = next_token_loss(torch.zeros(1, 4, 300, device=device), ids.byte() + 240)
+    yield "uint8 ids under 300 tokens", abs(even.item() - math.log(300)) < 1e-5
+    logits, ids = logits.expand(2, -1, -1), ids.expand(2, -1)
+    good = {"logits": logits, "ids": ids, "key_padding_mask": ids > 0, "predict": ids > 0}
+    yield from check_refuses(next_token_loss, {"logits": {2, "half"}}, **good)
+    yield from check_refused(
+        (ValueError, lambda: next_token_loss(logits, ids + 4), "ids", 14),
+        (ValueError, lambda: next_token_loss(logits, ids - 4), "ids", -4),
+    )
 
 
 def prove_D01_model_parts(device: str) -> Iterator[tuple[str, bool]]:
@@ -2850,7 +2855,7 @@ def prove_D09_routes(device: str) -> Iterator[tuple[str, bool]]:
     device = check_exact_device(device)
     x = check_draw(2, 3, 6, device=device)
     tokens = x.flatten(0, 1)
-    for name, mixture, router in check_routers(device):
+    for name, mixture, router in check_mixtures(device):
         routes = [reference_route(router, token) for token in tokens]
         routed = router(tokens)
         counts = [sum(expert in route for route in routes) for expert in range(8)]
@@ -2876,7 +2881,7 @@ def prove_D09_balance(device: str) -> Iterator[tuple[str, bool]]:
     """aux_loss is E sum(f P) with a gradient; used experts and the router learn, idle ones not."""
     device = check_exact_device(device)
     x = check_draw(4, 6, device=device)
-    for name, mixture, router in check_routers(device):
+    for name, mixture, router in check_mixtures(device):
         mixture.zero_grad()  # the experts are those of the mixture before
         mixture(x[:1].expand(2, -1)).sum().backward()
         used, twice = [n > 0 for n in router.tokens_per_expert], router.aux_loss
@@ -2913,9 +2918,9 @@ def prove_D09_mixture_precision(device: str) -> Iterator[tuple[str, bool]]:
     mixture.router.router.weight.data.zero_()  # both score 0.5, and 0.5001 is no bfloat16
     mixture(low)
     yield "the bias stays float32", mixture.router.tokens_per_expert == [0, 14]
-    mixed = demo_mixtures(device)["Llama-4"]
+    *_, (_, mixed, _) = check_mixtures(device)
     with torch.autocast(x.device.type, torch.bfloat16):
-        yield "autocast", mixed(x.float()).dtype == torch.float32
+        yield "autocast", mixed.float()(x.float()).dtype == torch.float32
 
 
 def prove_D09_mixture_refusals(_device: str) -> Iterator[tuple[str, bool]]:
@@ -3191,20 +3196,6 @@ def prove_D11_generate(device: str) -> Iterator[tuple[str, bool]]:
         (ValueError, lambda: pick_next_token(logits * math.nan), "logits", "nan"),
         (ValueError, lambda: pick_next_token(logits - math.inf), "logits", "-inf"),
         (ValueError, lambda: pick_next_token(logits + math.inf), "logits", "inf"),
-    )
-
-
-def prove_D11_loss(device: str) -> Iterator[tuple[str, bool]]:
-    """What next_token_loss refuses; ids of 8 bits under a larger vocabulary."""
-    ids = torch.tensor([[1, 2, 3], [3, 2, 1]], device=device)
-    logits = torch.randn(2, 3, 7).to(device)
-    good = {"logits": logits, "ids": ids, "key_padding_mask": ids > 0, "predict": ids > 0}
-    yield from check_refuses(next_token_loss, {"logits": {2, "half"}}, **good)
-    even = next_token_loss(torch.zeros(2, 2, 300, device=device), ids[:, :2].byte() + 250)
-    yield "uint8 ids under 300 tokens", abs(even.item() - math.log(300)) < 1e-5
-    yield from check_refused(
-        (ValueError, lambda: next_token_loss(logits, ids + 4), "ids", 7),
-        (ValueError, lambda: next_token_loss(logits, ids - 4), "ids", -3),
     )
 
 
