@@ -1353,12 +1353,15 @@ def check_claims(text: str, **claims: object) -> tuple[bool, str]:
 
 
 def check_proofs(demo_id: str, device: str) -> dict[str, bool]:
-    """The claims of a demo's further proofs; one that raises is a claim that does not hold."""
-    claims = {}
+    """The claims of a demo's further proofs; one that raises is a claim that does not hold.
+
+    A proof takes the device, or exact, the nearest one that has float64, or nothing.
+    """
+    claims, given = {}, {"device": device, "exact": check_exact_device(device)}
     for proof in DEMO_PROOFS.get(demo_id, []):
-        name = proof.__name__
+        name, takes = proof.__name__, inspect.signature(proof).parameters
         try:
-            for claim, holds in proof(device):
+            for claim, holds in proof(**{key: given[key] for key in given if key in takes}):
                 claims[f"{name}: {claim}"] = holds and claims.get(f"{name}: {claim}", True)
         except Exception as error:
             claims[f"{name}: {check_place(error)}"] = False
@@ -1825,8 +1828,7 @@ def require_mixture(router: object, experts: object, shared: object) -> list[nn.
     for name, parts in (("router", [router]), ("experts", experts), ("shared", shared)):
         if not all(isinstance(part, nn.Module) for part in parts):
             raise TypeError(f"{name} must be of torch modules, got {parts}")
-    linear = getattr(router, "router", None)
-    wanted = getattr(linear, "out_features", max(len(experts), 1))
+    wanted = getattr(getattr(router, "router", None), "out_features", max(len(experts), 1))
     if len(experts) != wanted:
         raise ValueError(f"experts must be the router's {wanted}, got {len(experts)}")
     return experts
@@ -1900,9 +1902,8 @@ def require_left_padding(key_padding_mask: Tensor | None, B: int, T: int) -> Non
 
 def require_token_ids(eos_id: object, vocab_size: float) -> list[int]:
     """The one or several ids as a list; refuses what is no token."""
-    ends = [eos_id]
-    if isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor)):
-        ends = list(eos_id)
+    several = isinstance(eos_id, Iterable) and not isinstance(eos_id, (str, Tensor))
+    ends = list(eos_id) if several else [eos_id]
     for token in ends:
         require_value(int, above=-1, eos_id=token)
         if token >= vocab_size:
@@ -1936,11 +1937,9 @@ def reference_causal(T: int, S: int | None = None, window: int | None = None) ->
 
 def reference_norm(norm: nn.Module | None, x: Tensor) -> Tensor:
     """torch's own norms; another than RMSNorm is called as it is, and without one x stays."""
-    if norm is None:
-        return x
     if isinstance(norm, RMSNorm):
         return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
-    return norm(x)
+    return x if norm is None else norm(x)
 
 
 def reference_turn(x: Tensor, r: int, base: float = 10000.0, start: int = 0) -> Tensor:
@@ -1961,26 +1960,21 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = N
     scores = torch.einsum("bhtc,bhsc->bhts", q, k) * (scale or q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    open_keys = torch.ones_like(scores[:, :1]) if keep is None else keep
-    weights = scores.exp() * open_keys
+    weights = scores.exp() if keep is None else scores.exp() * keep
     total = weights.sum(dim=-1, keepdim=True).clamp(min=1e-300)
     if sinks is not None:
         total = total + sinks.exp()[:, None, None]
     return torch.einsum("bhts,bhsc->bhtc", weights / total, v)
 
 
-def reference_linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
-
-
 def reference_heads(x: Tensor, linear: nn.Linear, width: int) -> Tensor:
     """The projection cut into heads: [B, T, d] -> [B, n, T, width]."""
-    return torch.stack(reference_linear(x, linear).split(width, dim=-1), dim=1)
+    return torch.stack(linear(x).split(width, dim=-1), dim=1)
 
 
 def reference_output(heads: Tensor, linear: nn.Linear) -> Tensor:
     """The heads joined and projected: [B, n, T, width] -> [B, T, d]."""
-    return reference_linear(torch.cat(heads.unbind(1), dim=-1), linear)
+    return linear(torch.cat(heads.unbind(1), dim=-1))
 
 
 def reference_layer(attn: nn.Module, x: Tensor, keep: Tensor | None, memory: Tensor | None = None,
@@ -2047,14 +2041,14 @@ def reference_ffn(ffn: nn.Module, x: Tensor) -> Tensor:
     """DenseFFN, GatedFFN and ClampedGatedFFN from their weights; mixtures by token."""
     if isinstance(ffn, (MoEFFN, MixtureFFN)):
         return reference_mixture(ffn, x)
-    up = reference_linear(x, ffn.up)
+    up = ffn.up(x)
     if isinstance(ffn, DenseFFN):
-        return reference_linear(ffn.act(up), ffn.down)
-    gate = reference_linear(x, ffn.gate)
+        return ffn.down(ffn.act(up))
+    gate = ffn.gate(x)
     if isinstance(ffn, ClampedGatedFFN):
         gate, up = gate.clamp(max=ffn.limit), up.clamp(-ffn.limit, ffn.limit) + 1
-        return reference_linear(up * gate / (1 + torch.exp(-ffn.alpha * gate)), ffn.down)
-    return reference_linear(ffn.act(gate) * up, ffn.down)
+        return ffn.down(up * gate / (1 + torch.exp(-ffn.alpha * gate)))
+    return ffn.down(ffn.act(gate) * up)
 
 
 def reference_mixture(ffn: nn.Module, x: Tensor) -> Tensor:
@@ -2306,38 +2300,35 @@ def check_refuses(call: Callable, allowed: dict[str, set] | None = None,
 # === Proofs: what else the demos prove, in their order =======================================
 
 
-def prove_D01_formulas(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D01_formulas(exact: str) -> Iterator[tuple[str, bool]]:
     """Every block equals its formula without a mask, with one, with one a sample, and padding."""
-    device = check_exact_device(device)
-    x = check_draw(3, 3, 16, device=device)
-    padding = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]], device=device) > 0  # B = T
+    x = check_draw(3, 3, 16, device=exact)
+    padding = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]], device=exact) > 0  # B = T
     own = padding[[2, 1, 0]]
     each = torch.stack((own, own.T, own.flip(0)))
     masks = {  # what is given, and what each query then sees
-        "without a mask": (None, reference_causal(3).to(device)),
+        "without a mask": (None, reference_causal(3).to(exact)),
         "with a mask": (own, own),
         "with a mask a sample": (each, each[:, None]),
     }
-    for name, (block, given) in demo_blocks(device, batch=3).items():
+    for name, (block, given) in demo_blocks(exact, batch=3).items():
         for case, (mask, sees) in masks.items():
-            takes_masks = name != "encoder"
-            keep = padding[:, None, None] & (sees if takes_masks else torch.ones_like(sees))
-            expected = reference_block(block, x, keep, given.get("memory"))
-            options = {"mask": mask} if takes_masks else {}
-            out = block(x, key_padding_mask=padding, **options, **given)
+            seen = torch.ones_like(sees) if name == "encoder" else sees  # it takes no mask
+            options = given if name == "encoder" else {**given, "mask": mask}
+            expected = reference_block(block, x, padding[:, None, None] & seen, given.get("memory"))
+            out = block(x, key_padding_mask=padding, **options)
             yield f"{name} equals its formula {case}", check_close(out, expected)
         for empty in (x[:0], x[:, :0]):
             few = {key: t[: len(empty)] if key == "memory" else t for key, t in given.items()}
             yield f"{name} takes {list(empty.shape)}", block(empty, **few).shape == empty.shape
 
 
-def prove_D01_logits(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D01_logits(exact: str) -> Iterator[tuple[str, bool]]:
     """DecoderOnlyLM equals its formula: windows, a mask, scaled embeddings, a soft cap, eps."""
-    device = check_exact_device(device)
-    ids = torch.tensor([[1, 5, 0, 10]], device=device)
+    ids = torch.tensor([[1, 5, 0, 10]], device=exact)
     options = {"windows": [2, None], "embedding_scale": 3.0, "logit_softcap": 0.5, "eps": 0.1}
     lm = DecoderOnlyLM(11, 16, 2, 4, 2, 12, rope_base=50.0, **options)
-    check_randomized(lm, device)
+    check_randomized(lm, exact)
     documents = (ids[0] < 5)[:, None] == (ids[0] < 5)  # the first and third token, the other two
     eps = [norm.eps for norm in lm.modules() if isinstance(norm, RMSNorm)]
     yield "windows are kept", lm.windows == [2, None]
@@ -2347,7 +2338,7 @@ def prove_D01_logits(device: str) -> Iterator[tuple[str, bool]]:
         lm.windows = windows
         h = lm.embedding.weight[ids] * 3.0
         for block, window in zip(lm.blocks, windows):
-            keep = reference_causal(4, window=window).to(device)
+            keep = reference_causal(4, window=window).to(exact)
             keep = keep if mask is None else keep & mask
             h = reference_block(block, h, keep, base=50.0)
         h = reference_norm(lm.final_norm, h) @ lm.embedding.weight.T
@@ -2359,15 +2350,14 @@ def prove_D01_logits(device: str) -> Iterator[tuple[str, bool]]:
     lm.final_norm.register_forward_pre_hook(lambda _norm, args: rows.append(args[0].shape[1]))
     lm.generate(ids, 2)
     yield "generate computes one row of logits a step", rows == [1, 1]
-    lm.logit_softcap, lm.lm_head = None, nn.Linear(16, 2).to(device, torch.float64)
+    lm.logit_softcap, lm.lm_head = None, nn.Linear(16, 2).to(exact, torch.float64)
     yield "a head put in is called", lm(ids).shape == (1, 4, 2)
 
 
-def prove_D01_loss(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D01_loss(exact: str) -> Iterator[tuple[str, bool]]:
     """next_token_loss is torch's cross entropy over the pairs that count; what it refuses."""
-    device = check_exact_device(device)
-    ids = torch.tensor([[1, 5, 0, 10]], device=device)
-    logits = check_draw(1, 4, 11, device=device)
+    ids = torch.tensor([[1, 5, 0, 10]], device=exact)
+    logits = check_draw(1, 4, 11, device=exact)
     cases = {  # the positions whose next token counts
         "all pairs": ({}, [0, 1, 2]),
         "what is to be predicted": ({"predict": ids < 1}, [1]),
@@ -2380,7 +2370,7 @@ def prove_D01_loss(device: str) -> Iterator[tuple[str, bool]]:
     yield "no pairs give 0", next_token_loss(logits[:, :1], ids[:, :1]).item() == 0.0
     for low in (logits.half(), logits.bfloat16()):
         yield f"float32 loss of {low.dtype}", next_token_loss(low, ids).dtype == torch.float32
-    even = next_token_loss(torch.zeros(1, 4, 300, device=device), ids.byte() + 240)
+    even = next_token_loss(torch.zeros(1, 4, 300, device=exact), ids.byte() + 240)
     yield "uint8 ids under 300 tokens", abs(even.item() - math.log(300)) < 1e-5
     logits, ids = logits.expand(2, -1, -1), ids.expand(2, -1)
     good = {"logits": logits, "ids": ids, "key_padding_mask": ids > 0, "predict": ids > 0}
@@ -2411,11 +2401,10 @@ def prove_D01_model_parts(device: str) -> Iterator[tuple[str, bool]]:
     yield "tables stay float32", moved.dtype == torch.float32
 
 
-def prove_D01_tied(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D01_tied(exact: str) -> Iterator[tuple[str, bool]]:
     """A tied head is the embedding's own call; any table or head may be put in its place."""
-    device, taken = check_exact_device(device), []
-    ids = torch.tensor([[1, 5, 0, 10]], device=device)
-    lm = check_randomized(DecoderOnlyLM(11, 16, 1, 4, 2, 12, max_len=6), device)
+    ids, taken = torch.tensor([[1, 5, 0, 10]], device=exact), []
+    lm = check_randomized(DecoderOnlyLM(11, 16, 1, 4, 2, 12, max_len=6), exact)
     logits, rows = lm(ids), lm.embedding.weight.detach()
     lm.embedding.register_forward_hook(lambda _table, args, _out: taken.append(args[0].dtype))
     lm(ids)
@@ -2429,19 +2418,18 @@ def prove_D01_tied(device: str) -> Iterator[tuple[str, bool]]:
         yield f"{name}: the same logits", check_close(lm(ids)[..., :11], logits)
     yield "an eos_id of the new rows", lm.generate(ids, 1, eos_id=12).shape == (1, 5)
     yield from check_refused((ValueError, lambda: lm.generate(ids, 1, eos_id=13), "eos_id", 13))
-    lm.lm_head = nn.Linear(16, 20).to(device, torch.float64)
+    lm.lm_head = nn.Linear(16, 20).to(exact, torch.float64)
     yield "an eos_id of a new head", lm.generate(ids, 1, eos_id=19).shape == (1, 5)
     yield from check_refused((ValueError, lambda: lm.generate(ids, 1, eos_id=20), "eos_id", 20))
     lm.lm_head = nn.Sequential(lm.lm_head)
     yield "of a head that does not tell", lm.generate(ids, 1, eos_id=20).shape == (1, 5)
 
 
-def prove_D02_norms(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D02_norms(exact: str) -> Iterator[tuple[str, bool]]:
     """Zeroed branches leave the Pre-LN blocks the identity; RMSNorm equals its formula."""
-    device = check_exact_device(device)
-    x, norm = check_draw(2, 3, 16, device=device), check_randomized(RMSNorm(16, eps=0.01), device)
+    x, norm = check_draw(2, 3, 16, device=exact), check_randomized(RMSNorm(16, eps=0.01), exact)
     yield "RMSNorm is torch's", check_close(norm(0.1 * x), reference_norm(norm, 0.1 * x))
-    for name, (block, given) in demo_blocks(device, "gpt2", "parallel", "branch").items():
+    for name, (block, given) in demo_blocks(exact, "gpt2", "parallel", "branch").items():
         check_zeroed(block.attn.o_proj, block.ffn.down)
         yield f"{name} with zeroed branches is x", torch.equal(block(x, **given), x)
     for low in (300 * x.half(), x.bfloat16()):  # float16 squares overflow
@@ -2450,12 +2438,11 @@ def prove_D02_norms(device: str) -> Iterator[tuple[str, bool]]:
         yield f"RMSNorm of {low.dtype} is rounded once", torch.equal(norm(low), wide)
 
 
-def prove_D04_decoding(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D04_decoding(exact: str) -> Iterator[tuple[str, bool]]:
     """Every block in chunks, with padding; what its cache holds; start_pos without a cache."""
-    device = check_exact_device(device)
-    x = check_draw(2, 5, 16, device=device)
-    padding = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
-    for name, (block, given) in demo_blocks(device, "gpt2", "modern", "branch", "latent").items():
+    x = check_draw(2, 5, 16, device=exact)
+    padding = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=exact)
+    for name, (block, given) in demo_blocks(exact, "gpt2", "modern", "branch", "latent").items():
         cache, full = KVCache(), block(x, key_padding_mask=padding, **given)
         with torch.no_grad():
             parts = check_chunks(block, x, padding, cache, (2, 1, 2), **given)
@@ -2472,14 +2459,13 @@ def prove_D04_decoding(device: str) -> Iterator[tuple[str, bool]]:
             yield f"{name} needs tables to the end", check_raises(ValueError, past, "cos", 17)
 
 
-def prove_D04_latent(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D04_latent(exact: str) -> Iterator[tuple[str, bool]]:
     """Latent attention decodes absorbed, but calls what stands for kv_up or hooks it."""
-    device = check_exact_device(device)
-    x, tables = check_draw(2, 5, 16, device=device), build_rope_cache(16, 4, device=device)
+    x, tables = check_draw(2, 5, 16, device=exact), build_rope_cache(16, 4, device=exact)
     given, cache = dict(zip(("cos", "sin"), tables)), KVCache()
     sizes = {"kv_rank": 6, "rope_dim": 4, "nope_dim": 3, "v_dim": 5}
     mla, low = (MultiHeadLatentAttention(16, 4, **sizes, q_rank=rank) for rank in (None, 7))
-    out, (k, v) = check_randomized(mla, device)(x, **given)
+    out, (k, v) = check_randomized(mla, exact)(x, **given)
     expected = reference_layer(mla, x, None)
     mla.expanded = None  # decoding must not go through the keys and values of all heads
     cache.append(k[:, :, :4], v[:, :, :4])
@@ -2495,7 +2481,7 @@ def prove_D04_latent(device: str) -> Iterator[tuple[str, bool]]:
     ups["patch"].forward = lambda latent: nn.Linear.forward(ups["patch"], latent).relu()
     ups["subclass"].weight = type("Shard", (nn.Parameter,), {})(ups["subclass"].weight.to(x))
     ups["wrapper"] = nn.Sequential(nn.Linear(6, 32, bias=False))
-    padding = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
+    padding = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=exact)
     mla.absorbed = None  # nor may decoding read the weight of what is put in
     for name, up in ups.items():
         mla.kv_up = up.to(x)
@@ -2596,18 +2582,17 @@ def prove_D04_cache_copies(device: str) -> Iterator[tuple[str, bool]]:
     yield "the gradient is right", torch.equal(k_grad.grad[:, :, :3], 2 * k[:, :, :3])
 
 
-def prove_D04_generation(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D04_generation(exact: str) -> Iterator[tuple[str, bool]]:
     """generate gives each row what full passes give it alone, and leaves the model as it was."""
-    device = check_exact_device(device)
-    lm = check_randomized(DecoderOnlyLM(13, 16, 1, 4, 2, 12, max_len=8, windows=[3]), device)
+    lm = check_randomized(DecoderOnlyLM(13, 16, 1, 4, 2, 12, max_len=8, windows=[3]), exact)
     nn.init.normal_(lm.blocks[0].attn.o_proj.weight)  # what attention sees then changes the text
-    prompts = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 5]], device=device)
+    prompts = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 5]], device=exact)
     padding, during = prompts > 0, set()
     lm.blocks[0].ffn.train(False)
     lm.blocks[0].register_forward_hook(lambda block, *_: during.add(block.training))
     state = torch.get_rng_state()
     both = lm.generate(prompts.byte(), 4, key_padding_mask=padding)
-    lm.generate(prompts, 1, temperature=1.0, generator=torch.Generator(device))
+    lm.generate(prompts, 1, temperature=1.0, generator=torch.Generator(exact))
     untouched, none = torch.equal(state, torch.get_rng_state()), lm.generate(prompts, 0)
     modes = [*during, lm.training, lm.blocks[0].training, lm.blocks[0].ffn.training]
     alone = [lm(both[:1, :-1]), lm(both[1:, 3:-1])]  # what each row says next without the other
@@ -2646,10 +2631,9 @@ def prove_D04_end_of_text(device: str) -> Iterator[tuple[str, bool]]:
     yield "stream does not read its tokens back", streamed == [[[5]], [[6]]]
 
 
-def prove_D04_sampling(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D04_sampling(exact: str) -> Iterator[tuple[str, bool]]:
     """What pick_next_token draws from, against softmax, top-k and top-p one token at a time."""
-    device = check_exact_device(device)
-    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 1.5], [0.0, 0.1, 0.2, 0.3, 0.4]]).to(device)
+    logits = torch.tensor([[0.0, 2.0, 1.0, -1.0, 1.5], [0.0, 0.1, 0.2, 0.3, 0.4]]).to(exact)
     # The two likeliest of the first row hold 0.46 and 0.28 of all: the third reaches 0.75.
     cases = itertools.product((1.0, 0.5, 1e30), (1, 3, 9, None), (0.75, 0.2, None))
     for temperature, k, p in cases:
@@ -2659,45 +2643,39 @@ def prove_D04_sampling(device: str) -> Iterator[tuple[str, bool]]:
             before = itertools.accumulate(odds, initial=0.0)
             odds = [o for o, sum_before in zip(odds, before) if sum_before < (p or 1) * sum(odds)]
             expected = F.pad(torch.tensor(odds), (0, 5 - len(odds))) / sum(odds)
-            same = check_close(probs / probs.sum(), expected, 1e-6)
-            name = f"temperature {temperature}, top_k {k}, top_p {p} of {row}"
-            yield name, same and tokens.shape == (2, 1)
-    dice = [torch.Generator(device).manual_seed(1) for _ in range(2)]
-    many = logits[:1].expand(99, -1)
-    drawn = [pick_next_token(many, 1.0, generator=generator) for generator in dice]
-    even = pick_next_token(torch.zeros(9, 5, device=device), 1.0, top_p=0.2)
+            claim = f"temperature {temperature}, top_k {k}, top_p {p} of {row}"
+            yield claim, check_close(probs / probs.sum(), expected, 1e-6)
+        yield "a token a row", tokens.shape == (2, 1)
+    dice = [torch.Generator(exact).manual_seed(1) for _ in range(2)]
+    drawn = [pick_next_token(logits[:1].expand(99, -1), 1.0, generator=die) for die in dice]
+    even = pick_next_token(torch.zeros(9, 5, device=exact), 1.0, top_p=0.2)
     yield "no rows", pick_next_token(logits[:0]).shape == (0, 1)
     yield "equal generators draw alike", torch.equal(*drawn)
     yield "and not one token only", len(drawn[0].unique()) > 1
     yield "top_p that the first token reaches", len(even.unique()) == 1
     yield "a tiny top_p", pick_next_token(logits, 1.0, top_p=1e-46).tolist() == [[1], [4]]
     yield "a tiny temperature", pick_next_token(logits, 1e-320).tolist() == [[1], [4]]
-    noise = torch.randn(50, 8).to(device)
+    noise = torch.randn(50, 8).to(exact)
     for low in (noise.half(), noise.bfloat16()):
         probs = [check_drawn_from(given, 0.5, top_p=1.0)[1][0] for given in (low, low.float())]
         yield f"{low.dtype} is drawn from in float32", torch.equal(*probs)
-    _, (drawn_from,) = check_drawn_from(torch.tensor([[20.0, 0.0]]).to(device), 1.0, top_p=1.0)
+    _, (drawn_from,) = check_drawn_from(torch.tensor([[20.0, 0.0]]).to(exact), 1.0, top_p=1.0)
     yield "top_p of 1 keeps what rounding would drop", drawn_from.gt(0).all()
 
 
-def prove_D05_paths(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D05_paths(exact: str) -> Iterator[tuple[str, bool]]:
     """Both attention paths equal the formula: a mask of every rank, fewer to more queries."""
-    device = check_exact_device(device)
-    q, k = check_draw(2, 4, 4, 6, device=device), check_draw(2, 2, 3, 6, device=device)
-    v = check_draw(2, 2, 3, 7, device=device)
-    keep = torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=device) > 0
+    q, k = check_draw(2, 4, 4, 6, device=exact), check_draw(2, 2, 3, 6, device=exact)
+    v = check_draw(2, 2, 3, 7, device=exact)
+    keep = torch.tensor([[[1, 0, 1], [1, 1, 0]], [[0, 0, 0], [1, 1, 1]]], device=exact) > 0
     keep = keep[:, None]  # (B, 1, T, S); the second sample's first query may attend to nothing
     rows, keys = keep[:1, 0, :1], keep[0, 0, 0, 0]
-    cases = [  # how many queries meet the three keys, keep, causal, scale
-        (2, keep, False, None),
-        (2, rows, False, 2),
-        (2, keys, False, None),
-        (2, keep, True, None),
-        (1, keep[:, :, :1], True, None),
-    ]
+    # How many queries meet the three keys, keep, causal, scale.
+    cases = [(2, keep, False, None), (2, rows, False, 2), (2, keys, False, None)]
+    cases += [(2, keep, True, None), (1, keep[:, :, :1], True, None)]
     cases += [(T, mask, True, None) for T in (2, 3, 4) for mask in (None, rows)]
     for T, mask, causal, scale in cases:
-        seen = (reference_causal(T, 3) if causal else torch.ones(T, 3) > 0).to(device)
+        seen = (reference_causal(T, 3) if causal else torch.ones(T, 3) > 0).to(exact)
         seen = seen if mask is None else seen & mask
         expected = reference_attention(q[:, :, :T], k, v, seen, scale)
         shape = mask if mask is None else list(mask.shape)
@@ -2710,26 +2688,25 @@ def prove_D05_paths(device: str) -> Iterator[tuple[str, bool]]:
     yield "attend with a soft cap", check_close(capped, expected)
 
 
-def prove_D05_precision(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D05_precision(exact: str) -> Iterator[tuple[str, bool]]:
     """The scores of half precision are capped in float32 and do not overflow; a NaN stays one."""
-    device = check_exact_device(device)
     for dtype in (torch.float16, torch.bfloat16):
-        low = check_draw(1, 1, 16, 6, device=device).to(dtype)
+        low = check_draw(1, 1, 16, 6, device=exact).to(dtype)
         scores = ((low * 6**-0.5) @ low.mT).float()
         expected = (2 * torch.tanh(scores / 2)).softmax(-1).to(dtype) @ low
         capped = attend(low, low, low, logit_softcap=2.0)
         yield f"{dtype} is capped in float32", torch.equal(capped, expected)
-    big = torch.full((1, 1, 1, 64), 60.0, dtype=torch.float16, device=device)
+    big = torch.full((1, 1, 1, 64), 60.0, dtype=torch.float16, device=exact)
     # 64 * 60 * 60 is over float16's 65504, an eighth of it is not.
     yield "float16 scores do not overflow", attend(big, big, big).isfinite().all()
-    q, k = check_draw(2, 4, 2, 6, device=device), check_draw(2, 2, 3, 6, device=device)
+    q, k = check_draw(2, 4, 2, 6, device=exact), check_draw(2, 2, 3, 6, device=exact)
     q[0, 0, 0, 0] = math.nan
-    lost = attend(q, k, check_draw(2, 2, 3, 7, device=device)).isnan()
+    lost = attend(q, k, check_draw(2, 2, 3, 7, device=exact)).isnan()
     yield "a NaN makes its query's row NaN", lost[0, 0, 0].all()
     yield "and no other", lost.sum() == 7
 
 
-def prove_D05_options(_device: str) -> Iterator[tuple[str, bool]]:
+def prove_D05_options() -> Iterator[tuple[str, bool]]:
     """Which projections have a bias, and which eps the norms of the heads, by the options."""
     cases = [  # options, biases of q, k, v and o, eps of the two norms
         ({"bias": True}, [True, True, True, True], [None, None]),
@@ -2759,7 +2736,7 @@ def prove_D06_sizes(device: str) -> Iterator[tuple[str, bool]]:
     yield "d_ff of Llama-3-70B", gated_hidden_size(8192, 4096, 1.3) == 28672
 
 
-def prove_D06_defaults(_device: str) -> Iterator[tuple[str, bool]]:
+def prove_D06_defaults() -> Iterator[tuple[str, bool]]:
     """Every default of every class and function, in the order of its arguments."""
     attention = (None, None, False, None, False, False, None, None, 1e-6, attend)
     model = (96, 2, 8, 2, 256, 2048, 10000.0, None, None, None, True, 1.0, None, 1e-6)
@@ -2818,11 +2795,10 @@ def prove_D06_blocks(device: str) -> Iterator[tuple[str, bool]]:
         yield f"{name}: shape", block.to(device)(x.to(device), **given).shape == x.shape
 
 
-def prove_D09_dead_rows(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D09_dead_rows(exact: str) -> Iterator[tuple[str, bool]]:
     """Rows without keys leave the gradients of both paths finite, where 0 / 0 gives NaN."""
-    device = check_exact_device(device)
-    q, k = check_draw(1, 2, 3, 4, device=device), check_draw(1, 1, 3, 4, device=device)
-    keep = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 0, 1]], device=device) > 0
+    q, k = check_draw(1, 2, 3, 4, device=exact), check_draw(1, 1, 3, 4, device=exact)
+    keep = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 0, 1]], device=exact) > 0
     for path in CHECK_PATHS:
         inputs = [t.clone().requires_grad_() for t in (q, k, k)]
         path(*inputs, keep).square().sum().backward()
@@ -2830,7 +2806,7 @@ def prove_D09_dead_rows(device: str) -> Iterator[tuple[str, bool]]:
         yield f"gradients of {path.__name__} are finite and not zero", finite
 
 
-def prove_D09_new_mixtures(_device: str) -> Iterator[tuple[str, bool]]:
+def prove_D09_new_mixtures() -> Iterator[tuple[str, bool]]:
     """What routers and mixtures are before their first forward, and what they keep of options."""
     options = {"renormalise": False, "scale": 2.5, "n_groups": 4, "top_groups": 2}
     switch, softmax = MoEFFN(6, 5), SoftmaxRouter(6, 8, 3, **options)
@@ -2850,80 +2826,7 @@ def prove_D09_new_mixtures(_device: str) -> Iterator[tuple[str, bool]]:
     yield "weigh_input", mixture(weigh_input=True).weigh_input and not mixture().weigh_input
 
 
-def prove_D09_routes(device: str) -> Iterator[tuple[str, bool]]:
-    """Routers and mixtures against one token at a time; what is counted."""
-    device = check_exact_device(device)
-    x = check_draw(2, 3, 6, device=device)
-    tokens = x.flatten(0, 1)
-    for name, mixture, router in check_mixtures(device):
-        routes = [reference_route(router, token) for token in tokens]
-        routed = router(tokens)
-        counts = [sum(expert in route for route in routes) for expert in range(8)]
-        yield f"{name} counts its choices", router.tokens_per_expert == counts
-        if isinstance(routed, tuple):
-            weights = torch.tensor([[*route.values()] for route in routes], dtype=torch.float64)
-            yield f"{name}'s weights", check_close(routed[0], weights)
-            yield f"{name}'s experts, best first", routed[1].tolist() == [[*r] for r in routes]
-        same = check_close(mixture(x), reference_mixture(mixture, x))
-        yield f"{name} equals its experts one by one", same
-        yield f"{name} takes no tokens", mixture(x[:0]).shape == (0, 3, 6)
-        yield f"{name} without tokens has no loss", router.aux_loss.item() == 0
-    wrapped = nn.Sequential(router)
-    wrapped = MixtureFFN(wrapped, mixture.experts, mixture.shared, weigh_input=True)
-    yield "a wrapped router is called", torch.equal(wrapped(x), mixture(x))
-    router.router.weight.data.fill_(-1e4)
-    weights, _ = router(tokens.abs())  # scores that round to zero
-    yield "scores of zero leave no weight, and no NaN", not weights.any()
-    yield "scores of zero leave no loss", router.aux_loss.item() == 0
-
-
-def prove_D09_balance(device: str) -> Iterator[tuple[str, bool]]:
-    """aux_loss is E sum(f P) with a gradient; used experts and the router learn, idle ones not."""
-    device = check_exact_device(device)
-    x = check_draw(4, 6, device=device)
-    for name, mixture, router in check_mixtures(device):
-        mixture.zero_grad()  # the experts are those of the mixture before
-        mixture(x[:1].expand(2, -1)).sum().backward()
-        used, twice = [n > 0 for n in router.tokens_per_expert], router.aux_loss
-        taught = [any(p.grad.any() for p in expert.parameters()) for expert in mixture.experts]
-        yield f"{name}'s idle experts get zeros, the others gradients", taught == used
-        yield f"{name}'s router learns", router.router.weight.grad.any()
-        router(x[:1])
-        once = router.aux_loss
-        yield f"{name}'s loss is that of a token once", check_close(once, twice)
-        router(x)
-        balancing = torch.autograd.grad(router.aux_loss, router.router.weight)
-        yield f"{name}'s loss teaches the router", balancing[0].any()
-        yield f"{name}'s copies have no graph", not copy.copy(router).aux_loss.requires_grad
-        counts, scores = router.tokens_per_expert, [reference_scores(router, row) for row in x]
-        shares = [sum(row[e] / sum(row) for row in scores) / len(x) for e in range(8)]
-        loss = 8 * sum(n / sum(counts) * share for n, share in zip(counts, shares))
-        yield f"{name}'s loss is its formula", abs(router.aux_loss.item() - loss) < 1e-12
-        yield f"{name} chooses for each token", sum(counts) == (4 if name == "Switch" else 4 * 3)
-
-
-def prove_D09_mixture_precision(device: str) -> Iterator[tuple[str, bool]]:
-    """Half precision comes back as it was, with scores, losses and the choice's bias in float32."""
-    device = check_exact_device(device)
-    x = check_draw(2, 7, 6, device=device)
-    for dtype in (torch.float16, torch.bfloat16):
-        mixture = MixtureFFN(SigmoidRouter(6, 2, 1), [GatedFFN(6, 5)] * 2).to(device, dtype)
-        switch, low = MoEFFN(6, 5).to(device, dtype), x.to(dtype)
-        made = [mixture(low), mixture.router(low[0])[0], switch(low[0, :1])]
-        losses = [mixture.router.aux_loss, switch.aux_loss]
-        yield f"{dtype} stays", all(t.dtype == dtype for t in made)
-        yield f"{dtype} has float32 losses", all(t.dtype == torch.float32 for t in losses)
-        yield f"{dtype}: a single token is no balance", switch.aux_loss > 1
-    mixture.router.selection_bias = torch.tensor([0.0, 1e-4], device=device)
-    mixture.router.router.weight.data.zero_()  # both score 0.5, and 0.5001 is no bfloat16
-    mixture(low)
-    yield "the bias stays float32", mixture.router.tokens_per_expert == [0, 14]
-    *_, (_, mixed, _) = check_mixtures(device)
-    with torch.autocast(x.device.type, torch.bfloat16):
-        yield "autocast", mixed.float()(x.float()).dtype == torch.float32
-
-
-def prove_D09_mixture_refusals(_device: str) -> Iterator[tuple[str, bool]]:
+def prove_D09_mixture_refusals() -> Iterator[tuple[str, bool]]:
     """What routers and mixtures cannot be made of, or take."""
     layer, router, x = GatedFFN(4, 4), SigmoidRouter(4, 4, 2), torch.zeros(2, 4)
     route, mix = functools.partial(SoftmaxRouter, 4), functools.partial(MixtureFFN, router)
@@ -2944,7 +2847,74 @@ def prove_D09_mixture_refusals(_device: str) -> Iterator[tuple[str, bool]]:
     )
 
 
-def prove_D09_replaced_routers(_device: str) -> Iterator[tuple[str, bool]]:
+def prove_D09_routes(exact: str) -> Iterator[tuple[str, bool]]:
+    """Routers and mixtures against one token at a time; what is counted."""
+    x, tokens = check_draw(2, 3, 6, device=exact), check_draw(30, 6, device=exact)
+    for name, mixture, router in check_mixtures(exact):
+        routes = [reference_route(router, token) for token in tokens]
+        routed = router(tokens)
+        counts = [sum(expert in route for route in routes) for expert in range(8)]
+        yield f"{name} counts its choices", router.tokens_per_expert == counts
+        if isinstance(routed, tuple):
+            weights = torch.tensor([[*route.values()] for route in routes], dtype=torch.float64)
+            yield f"{name}'s weights", check_close(routed[0], weights)
+            yield f"{name}'s experts, best first", routed[1].tolist() == [[*r] for r in routes]
+        yield f"{name} is its formula", check_close(mixture(x), reference_mixture(mixture, x))
+        yield f"{name} takes no tokens", mixture(x[:0]).shape == (0, 3, 6)
+        yield f"{name} without tokens has no loss", router.aux_loss.item() == 0
+    wrapped = nn.Sequential(router)
+    wrapped = MixtureFFN(wrapped, mixture.experts, mixture.shared, weigh_input=True)
+    yield "a wrapped router is called", torch.equal(wrapped(x), mixture(x))
+    router.router.weight.data.fill_(-1e4)
+    weights, _ = router(tokens.abs())  # scores that round to zero
+    yield "scores of zero leave no weight, and no NaN", not weights.any()
+    yield "scores of zero leave no loss", router.aux_loss.item() == 0
+
+
+def prove_D09_balance(exact: str) -> Iterator[tuple[str, bool]]:
+    """aux_loss is E sum(f P) with a gradient; used experts and the router learn, idle ones not."""
+    x = check_draw(4, 6, device=exact)
+    for name, mixture, router in check_mixtures(exact):
+        mixture.zero_grad()  # the experts are those of the mixture before
+        mixture(x[:1].expand(2, -1)).sum().backward()
+        used, twice = [n > 0 for n in router.tokens_per_expert], router.aux_loss
+        taught = [any(p.grad.any() for p in expert.parameters()) for expert in mixture.experts]
+        yield f"{name}'s idle experts get zeros, the others gradients", taught == used
+        yield f"{name}'s router learns", router.router.weight.grad.any()
+        router(x[:1])
+        yield f"{name}'s loss is that of a token once", check_close(router.aux_loss, twice)
+        router(x)
+        balancing = torch.autograd.grad(router.aux_loss, router.router.weight)
+        yield f"{name}'s loss teaches the router", balancing[0].any()
+        yield f"{name}'s copies have no graph", not copy.copy(router).aux_loss.requires_grad
+        counts, scores = router.tokens_per_expert, [reference_scores(router, row) for row in x]
+        shares = [sum(row[e] / sum(row) for row in scores) / len(x) for e in range(8)]
+        loss = 8 * sum(n / sum(counts) * share for n, share in zip(counts, shares))
+        yield f"{name}'s loss is its formula", abs(router.aux_loss.item() - loss) < 1e-12
+        yield f"{name} chooses for each token", sum(counts) == (4 if name == "Switch" else 4 * 3)
+
+
+def prove_D09_mixture_precision(exact: str) -> Iterator[tuple[str, bool]]:
+    """Half precision comes back as it was, with scores, losses and the choice's bias in float32."""
+    x = check_draw(2, 7, 6, device=exact)
+    for dtype in (torch.float16, torch.bfloat16):
+        mixture = MixtureFFN(SigmoidRouter(6, 2, 1), [GatedFFN(6, 5)] * 2).to(exact, dtype)
+        switch, low = MoEFFN(6, 5).to(exact, dtype), x.to(dtype)
+        made = [mixture(low), mixture.router(low[0])[0], switch(low[0, :1])]
+        losses = [mixture.router.aux_loss, switch.aux_loss]
+        yield f"{dtype} stays", all(t.dtype == dtype for t in made)
+        yield f"{dtype} has float32 losses", all(t.dtype == torch.float32 for t in losses)
+        yield f"{dtype}: a single token is no balance", switch.aux_loss > 1
+    mixture.router.selection_bias = torch.tensor([0.0, 1e-4], device=exact)
+    mixture.router.router.weight.data.zero_()  # both score 0.5, and 0.5001 is no bfloat16
+    mixture(low)
+    yield "the bias stays float32", mixture.router.tokens_per_expert == [0, 14]
+    *_, (_, mixed, _) = check_mixtures(exact)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        yield "autocast", mixed.float()(x.float()).dtype == torch.float32
+
+
+def prove_D09_replaced_routers() -> Iterator[tuple[str, bool]]:
     """A router put in later: what it gives must fit, and is counted as wide as it is."""
     x, switch, soft = torch.randn(2, 4), MoEFFN(4, 4), SoftmaxRouter(4, 4, 2)
     own = nn.Identity()
@@ -2970,17 +2940,16 @@ def prove_D09_replaced_routers(_device: str) -> Iterator[tuple[str, bool]]:
     )
 
 
-def prove_D09_sinks(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D09_sinks(exact: str) -> Iterator[tuple[str, bool]]:
     """A sink is one more term in the softmax's sum, neither scaled nor capped nor masked."""
-    device = check_exact_device(device)
-    q, k = check_draw(3, 4, 2, 5, device=device), check_draw(3, 2, 4, 5, device=device)
-    v, keep = check_draw(3, 2, 4, 6, device=device), reference_causal(2, 4, 3).to(device)
+    q, k = check_draw(3, 4, 2, 5, device=exact), check_draw(3, 2, 4, 5, device=exact)
+    v, keep = check_draw(3, 2, 4, 6, device=exact), reference_causal(2, 4, 3).to(exact)
     keep = keep.repeat(3, 1, 1, 1)
     keep[0, 0, 1] = False  # a query without keys
-    sink = SinkAttention(4).to(device)  # float32: may be wider than q
+    sink = SinkAttention(4).to(exact)  # float32: may be wider than q
     yield "sinks start at zero", not sink.sinks.any()
     nn.init.uniform_(sink.sinks, -1, 1)
-    past = reference_causal(2, 4).to(device)
+    past = reference_causal(2, 4).to(exact)
     cases = {
         "alone": ({}, torch.ones_like(past)),
         "causal and scaled": ({"causal": True, "scale": 0.3}, past),
@@ -3003,23 +2972,22 @@ def prove_D09_sinks(device: str) -> Iterator[tuple[str, bool]]:
     )
 
 
-def prove_D09_sink_precision(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D09_sink_precision(exact: str) -> Iterator[tuple[str, bool]]:
     """Scores of half precision meet the sinks, and the soft cap, in float32."""
-    device = check_exact_device(device)
     capped = 2048 * math.tanh(1)  # neither dtype has it, or 2049
     for dtype in (torch.float16, torch.bfloat16):
-        score = torch.full((1, 1, 1, 1), 2048.0, dtype=dtype, device=device)
+        score = torch.full((1, 1, 1, 1), 2048.0, dtype=dtype, device=exact)
         one = torch.ones_like(score)
         cases = ((2049.0, None, None, 1.0), (1560.0, dtype, 2048.0, 1560 - capped))
         for logit, sink_dtype, cap, above_score in cases:
-            sink = SinkAttention(1).to(device, sink_dtype)
+            sink = SinkAttention(1).to(exact, sink_dtype)
             nn.init.constant_(sink.sinks, logit)
             share = sink(score, one, one, logit_softcap=cap).item()
             expected = 1 / (1 + math.exp(above_score))
             yield f"a sink of {logit} beside {dtype}", abs(share - expected) < 1e-2
 
 
-def prove_D10_arguments(_device: str) -> Iterator[tuple[str, bool]]:
+def prove_D10_arguments() -> Iterator[tuple[str, bool]]:
     """Constructors and counting functions refuse what no argument may be, and draw nothing."""
     bare = {"make_block": lambda _: nn.Identity(), "d_model": 4, "n_q_heads": 2, "eps": 0.1}
     yield from check_refuses(functools.partial(DecoderOnlyLM, 3), **bare)
@@ -3039,7 +3007,7 @@ def prove_D10_arguments(_device: str) -> Iterator[tuple[str, bool]]:
             yield from check_refuses(make, d_model=4, attn=nn.Identity(), ffn=nn.Identity())
 
 
-def prove_D10_combinations(_device: str) -> Iterator[tuple[str, bool]]:
+def prove_D10_combinations() -> Iterator[tuple[str, bool]]:
     """Arguments that are refused for each other's sake."""
     fused = functools.partial(MultiHeadAttention, 4, 2, attend=attend_fused)
     latent = functools.partial(MultiHeadLatentAttention, 4, 2, kv_rank=4, nope_dim=2, v_dim=2)
@@ -3079,10 +3047,9 @@ def prove_D11_cache(device: str) -> Iterator[tuple[str, bool]]:
     seen = torch.ones(2, 4, dtype=torch.bool, device=device)
     good = {"x": y, "mask": seen[:1], "key_padding_mask": seen, "start_pos": 3}
     good |= {"cos": cos, "sin": sin, "kv_cache": cache}
-    halves = {"cos": {"half"}, "sin": {"half"}}
-    yield from check_refuses(attn, halves, [cache], **good)
-    widths = {"k_new": {2}, "v_new": {2}}
-    yield from check_refuses(cache.append, widths, [cache], k_new=k, v_new=k)
+    yield from check_refuses(attn, {"cos": {"half"}, "sin": {"half"}}, [cache], **good)
+    free = {"k_new": {2}, "v_new": {2}}
+    yield from check_refuses(cache.append, free, [cache], k_new=k, v_new=k)
     yield from check_refuses(cache.truncate, {"length": {"zero"}}, [cache], length=3)
     cached = functools.partial(attn, kv_cache=cache)
     turned = functools.partial(cached, cos=cos, sin=sin)
@@ -3179,8 +3146,7 @@ def prove_D11_generate(device: str) -> Iterator[tuple[str, bool]]:
     zeros = {name: {"zero"} for name in ("max_new_tokens", "temperature", "eos_id")}
     sample = functools.partial(lm.generate, generator=torch.Generator(device))
     yield from check_refuses(sample, {"ids": {1}, **zeros}, **good)
-    logits = torch.zeros(2, 7, device=device)
-    free = {"logits": {0, 1, "half"}, **zeros}
+    free, logits = {"logits": {0, 1, "half"}, **zeros}, torch.zeros(2, 7, device=device)
     yield from check_refuses(pick_next_token, free, logits=logits, **sampling)
     empty = functools.partial(lm.generate, ids, 0)
     padded = functools.partial(lm.generate, longer, 1)
@@ -3212,32 +3178,26 @@ def prove_D12_refusals(device: str) -> Iterator[tuple[str, bool]]:
     yield from check_refuses(layer, mask=mask[:, :4], **good)
 
 
-def prove_D13_layers(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D13_layers(exact: str) -> Iterator[tuple[str, bool]]:
     """Layers refuse an x of another width, rank or dtype; padded memory is not attended to."""
-    device = check_exact_device(device)
     tables = dict(zip(("cos", "sin"), build_rope_cache(16, 4)))
     latent = MultiHeadLatentAttention(16, 2, kv_rank=4, rope_dim=4, nope_dim=4, v_dim=4)
-    dense, sequence, vectors = DenseFFN(16, 4), {0, 1}, {0, 1, "rank"}
-    layers = [  # what it calls, and what x may be besides
-        (dense, vectors),
-        (GatedFFN(16, 4), vectors),
-        (MoEFFN(16, 4), vectors),
-        (RMSNorm(16), {*vectors, "half"}),
-        (MultiHeadAttention(16, 2), sequence),
-        (functools.partial(latent, **tables), sequence),
-    ]
-    x = torch.randn(3, 3, 16)
-    for layer, free in layers:
+    x, dense, norm = torch.randn(3, 3, 16), DenseFFN(16, 4), RMSNorm(16)
+    of_vectors = [dense, GatedFFN(16, 4), MoEFFN(16, 4), norm]
+    for layer in of_vectors:
+        free = {0, 1, "rank"} | ({"half"} if layer is norm else set())
         yield from check_refuses(layer, {"x": free}, x=x)
-    blocks, wide = demo_blocks(device, batch=3), x.to(device, torch.float64)
+    for attention in (MultiHeadAttention(16, 2), functools.partial(latent, **tables)):
+        yield from check_refuses(attention, {"x": {0, 1}}, x=x)
+    blocks, wide = demo_blocks(exact, batch=3), x.to(exact, torch.float64)
     for block, given in blocks.values():
-        yield from check_refuses(functools.partial(block, **given), {"x": sequence}, x=wide)
+        yield from check_refuses(functools.partial(block, **given), {"x": {0, 1}}, x=wide)
     decoder, given = blocks["seq2seq"]
-    padding = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]], device=device) > 0
+    padding = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]], device=exact) > 0
     crossed = decoder(wide, **given, memory_key_padding_mask=padding)
     alone = decoder(wide[1:2], given["memory"][1:2, 1:])
     yield "padded memory is memory cut", check_close(crossed[1:2], alone)
-    yield "vectors", all(layer(x[0, 0]).shape == (16,) for layer, _ in layers[:4])
+    yield "vectors", all(layer(x[0, 0]).shape == (16,) for layer in of_vectors)
     with torch.autocast("cpu", torch.bfloat16):  # where weights are cast anyway
         yield "autocast takes another dtype", dense(x.bfloat16()).dtype == torch.bfloat16
     dense.up = nn.Sequential(nn.Linear(16, 4).double())  # what is put in place takes its own
@@ -3245,13 +3205,12 @@ def prove_D13_layers(device: str) -> Iterator[tuple[str, bool]]:
     yield "a layer put in takes its own dtype", dense(x.double()).dtype == torch.float64
 
 
-def prove_D13_operators(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D13_operators(exact: str) -> Iterator[tuple[str, bool]]:
     """What attend, attend_fused and build_causal_mask refuse; one query of one head."""
-    device = check_exact_device(device)
-    x = check_draw(3, 3, 16, device=device)
+    x = check_draw(3, 3, 16, device=exact)
     q, k = x.view(3, 1, 3, 16), x[:, None, :2]
-    four = q.expand(3, 4, 3, 16)
-    keep = torch.ones(3, 1, 3, 2, dtype=torch.bool, device=device)
+    four, last = q.expand(3, 4, 3, 16), q[:, :, 2:]
+    keep = torch.ones(3, 1, 3, 2, dtype=torch.bool, device=exact)
     good = {"q": q, "k": k, "v": k, "keep": keep, "scale": 0.5}
     free = {"q": {1}, "v": {3}, "keep": {3, "rank"}}
     for path in CHECK_PATHS:
@@ -3264,18 +3223,16 @@ def prove_D13_operators(device: str) -> Iterator[tuple[str, bool]]:
             (ValueError, lambda: path(q[..., :0], k[..., :0], k), "q", [3, 1, 3, 0]),
             (ValueError, lambda: path(q, k, k, logit_softcap=0), "logit_softcap", 0),
         )
-        one = path(q[:, :, 2:], k, k)
-        yield path.__name__, check_close(one, reference_attention(q[:, :, 2:], k, k))
+        yield path.__name__, check_close(path(last, k, k), reference_attention(last, k, k))
     good = {"q_positions": torch.arange(3), "k_positions": torch.arange(2), "window": 2}
     free = {"q_positions": {0}, "k_positions": {0}}
     yield from check_refuses(build_causal_mask, free, **good)
 
 
-def prove_D15_rotation(device: str) -> Iterator[tuple[str, bool]]:
+def prove_D15_rotation(exact: str) -> Iterator[tuple[str, bool]]:
     """Rotation is complex multiplication, by angles that are exact far out too."""
-    device = check_exact_device(device)
-    x, part = check_draw(2, 3, 300, 8, device=device), build_rope_cache(300, 4, device=device)
-    cos, sin = build_rope_cache(300, 8, 100.0, device=device)
+    x, part = check_draw(2, 3, 300, 8, device=exact), build_rope_cache(300, 4, device=exact)
+    cos, sin = build_rope_cache(300, 8, 100.0, device=exact)
     tables = build_rope_cache(300, 8, 100.0), build_rope_cache(300, 8, 100.0, dtype=torch.bfloat16)
     wide = apply_rope(x.float(), cos.double(), sin.double())
     sines, row = sinusoidal_positions(200, 5), [199 / 10000 ** (c // 2 * 2 / 5) for c in range(5)]
@@ -3287,9 +3244,8 @@ def prove_D15_rotation(device: str) -> Iterator[tuple[str, bool]]:
     yield "sinusoids", check_close(sines[-1], row, 1e-7) and sines.dtype == torch.float32
     cos, sin = cos[:9], sin[:9]
     for low in (x[:, :, :9].half(), x[:, :, :9].bfloat16()):
-        turned = apply_rope(low.float(), cos, sin).to(low.dtype)
-        same = torch.equal(apply_rope(low, cos, sin), turned)
-        yield f"{low.dtype} turns in float32, and is rounded once", same
+        turned, wide = (apply_rope(t, cos, sin) for t in (low, low.float()))
+        yield f"{low.dtype} turns in float32", torch.equal(turned, wide.to(low.dtype))
     good = {"x": x[:, :, :9, :7], "cos": part[0][:9], "sin": part[1][:9]}
     free = {"x": {0, 1, 3, "half"}, "cos": {"half"}, "sin": {"half"}}
     yield from check_refuses(apply_rope, free, **good)

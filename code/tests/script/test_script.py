@@ -548,7 +548,7 @@ def test_lengths_of_the_parts():
     demos, checks = (starts[BANNERS.index(name)] for name in ("Demos", "Argument"))
     assert demos - starts[0] <= 1300
     assert checks - demos <= 420
-    assert len(lines) <= 3700
+    assert len(lines) <= 3560
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name.startswith(TOOLS)])
