@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import outside_style
 
+from judge.answers import answer_source
 from judge.judging import judge
 
 
@@ -50,3 +51,28 @@ def test_experts_that_take_the_wrong_activation_are_named():
     for name in ("MixtralFFN", "SwitchFFN"):
         (verdict,) = judge(text, [name])
         assert "GELU" in (verdict.mistake or ""), verdict.text()
+
+
+KEPT_CACHES = {
+    "the module keeps what one call leaves behind: the next text begins with it": [
+        ("        self.head_dim =", "        self.kept = None\n        self.head_dim ="),
+        ("        start, T", "        cache = cache or self.kept\n        start, T"),
+        ("        out =", "        self.kept = k, v\n        out ="),
+    ],
+    "what one call leaves behind reaches a new instance: a default argument or a global": [
+        ("cache=None):", "cache=[]):"),
+        ("0 if cache is None", "0 if not cache"),
+        ("if cache is not None", "if cache"),
+        (
+            "        out =",
+            "        if type(cache) is list:\n            cache[:] = k, v\n        out =",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("says", KEPT_CACHES)
+def test_a_cache_that_outlives_its_call_is_named(says):
+    parts, name, own = answer_source("SelfAttention").partition("class SelfAttention")
+    (verdict,) = judge(parts + name + replaced(own, KEPT_CACHES[says]), ["SelfAttention"])
+    assert not verdict.right and verdict.mistake == says
