@@ -2394,6 +2394,8 @@ def prove_D01_model_parts(device: str) -> Iterator[tuple[str, bool]]:
     yield "a head of its own has no bias", untied.lm_head.bias is None
     yield "and gives the logits", logits.shape == (1, 4, 11)
     yield "each layer gets a cache", len(set(map(id, tied.new_caches()))) == 3
+    tied.blocks[1].attn.new_cache = lambda: "its own"
+    yield "an attention makes its own", tied.new_caches()[1] == "its own"
     yield "no layer has a window", tied.windows == [None] * 3
     yield "tables are as wide as what turns", [t.shape[1] for t in tables] == [4, 4, 2]
     yield "tables made in inference mode train", not tables[2].is_inference()
@@ -2849,7 +2851,7 @@ def prove_D09_mixture_refusals() -> Iterator[tuple[str, bool]]:
 
 def prove_D09_routes(exact: str) -> Iterator[tuple[str, bool]]:
     """Routers and mixtures against one token at a time; what is counted."""
-    x, tokens = check_draw(2, 3, 6, device=exact), check_draw(30, 6, device=exact)
+    x, tokens = check_draw(2, 3, 6, device=exact), check_draw(60, 6, device=exact) / 2
     for name, mixture, router in check_mixtures(exact):
         routes = [reference_route(router, token) for token in tokens]
         routed = router(tokens)
