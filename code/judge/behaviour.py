@@ -63,8 +63,12 @@ def wrong_pairs(answer: Outcomes, theirs: Outcomes, wrong: Iterable[int]) -> lis
     return found
 
 
-def relation(pairs: list[Pair]) -> str | None:
-    """How all wrong results come from the right ones."""
+def seen_in_results(answer: Outcomes, theirs: Outcomes, wrong: list[int]) -> str | None:
+    """How all wrong results come from the right ones, or that gradients alone are wrong."""
+    said = gradients_alone(answer, theirs, wrong)
+    if said is not None:
+        return said
+    pairs = wrong_pairs(answer, theirs, wrong)
     for find in (overflow, factor, offset):
         found = find(pairs) if pairs else None
         if found is not None:
@@ -75,7 +79,7 @@ def relation(pairs: list[Pair]) -> str | None:
 def overflow(pairs: list[Pair]) -> str | None:
     """NaN or infinity in every case that fails."""
     if all(want.isfinite().all() and not have.isfinite().all() for _, want, have in pairs):
-        return "it gives NaN or infinity: something overflows, or is divided by 0"
+        return "it gives NaN or infinity where there are numbers"
     return None
 
 
@@ -139,7 +143,7 @@ def gradients_alone(answer: Outcomes, theirs: Outcomes, wrong: Iterable[int]) ->
             if difference_in_words(want, theirs[i].get(key), answer.cases[i].how) is not None:
                 keys.add(key)
     if keys and all(key.startswith("the gradient") for key in keys):
-        return f"the values are right and {min(keys)} is not: what is detached gives none"
+        return f"the values are right and {min(keys)} is not"
     return None
 
 
@@ -148,12 +152,13 @@ def gradients_alone(answer: Outcomes, theirs: Outcomes, wrong: Iterable[int]) ->
 
 def function_behaviour(answer: Outcomes, theirs: Outcomes, wrong: list[int]) -> str | None:
     """What a function does, in words."""
-    found = gradients_alone(answer, theirs, wrong) or relation(wrong_pairs(answer, theirs, wrong))
-    cases = [answer.cases[i] for i in wrong if problem_of(theirs[i]) is None]
-    for case in [one for one in cases if one.inputs and not one.half][:4]:
-        for find in (repeated, unused_argument):
-            with contextlib.suppress(Exception):
-                found = found or find(case, answer.subject, theirs.subject)
+    found = seen_in_results(answer, theirs, wrong)
+    ran = [i for i, case in enumerate(answer.cases) if case.inputs and not case.half]
+    ran = [i for i in ran if problem_of(theirs[i]) is None]
+    failing = [answer.cases[i] for i in ran if i in wrong]
+    for find, cases in ((repeated, failing[:4]), (unused_argument, [answer.cases[i] for i in ran])):
+        with contextlib.suppress(Exception):
+            found = found or find(cases, answer.subject, theirs.subject)
     return found
 
 
@@ -163,27 +168,31 @@ def call(function: Callable, arguments: Iterable[object]) -> object:
         return function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
 
 
-def repeated(case: Case, answer: Callable, theirs: Callable) -> str | None:
+def repeated(cases: list[Case], answer: Callable, theirs: Callable) -> str | None:
     """The same call gives something else the second time."""
-    values = case.inputs.values()
-    alike = [not unlike(call(f, values), call(f, values)) for f in (answer, theirs)]
-    if alike == [True, False]:
-        return "the same call gives another result the second time: something is kept"
+    for case in cases:
+        values = case.inputs.values()
+        alike = [not unlike(call(f, values), call(f, values)) for f in (answer, theirs)]
+        if alike == [True, False]:
+            return "the same call gives another result the second time: something is kept"
     return None
 
 
-def unused_argument(case: Case, answer: Callable, theirs: Callable) -> str | None:
-    """An argument whose value changes nothing."""
-    values = dict(case.inputs)
-    ours, before = call(answer, values.values()), call(theirs, values.values())
-    for name, value in values.items():
-        for other in others_of(value):
-            given = {**values, name: other}.values()
-            if unlike(ours, call(answer, given)):
-                if not unlike(before, call(theirs, given)):
-                    return f"{name} is not used: another one changes nothing"
-                break
-    return None
+def unused_argument(cases: list[Case], answer: Callable, theirs: Callable) -> str | None:
+    """An argument that changes the answer's result and theirs in no case."""
+    used, unused = set(), []
+    for case in cases:
+        values = dict(case.inputs)
+        ours, before = call(answer, values.values()), call(theirs, values.values())
+        for name, value in values.items():
+            for other in others_of(value):
+                given = {**values, name: other}.values()
+                if unlike(before, call(theirs, given)):
+                    used.add(name)
+                elif unlike(ours, call(answer, given)):
+                    unused.append(name)
+    alone = [name for name in unused if name not in used]
+    return f"{alone[0]} is not used: another one changes nothing" if alone else None
 
 
 def others_of(value: object) -> Iterator[object]:
@@ -219,22 +228,22 @@ def class_behaviour(
     return None
 
 
-def output(one: ClassExercise, module: nn.Module, inputs: list[Tensor], cache: tuple = ()) -> dict:
-    """Results of a call without gradients."""
+def output(one: ClassExercise, module: nn.Module, inputs: list[Tensor]) -> Tensor:
+    """What a call gives, without gradients."""
     with torch.no_grad():
-        return one.results(module, *inputs, cache=cache, guarded=False)
+        return one.results(module, *inputs, guarded=False)["y"]
 
 
 def kept_state(one: ClassExercise, sizes: dict, make: Callable[[], nn.Module]) -> str | None:
     """A second call, or a second instance, goes on where the first one ended."""
     inputs, first, state = one.inputs(sizes, 2, 5), make(), torch.get_rng_state()
-    before = output(one, first, inputs)["y"]
+    before = output(one, first, inputs)
     if not torch.equal(state, torch.get_rng_state()):
         return None  # what draws is another thing the second time
 
     def other(module: nn.Module) -> bool:
         try:
-            return unlike(before, output(one, module, inputs)["y"])
+            return unlike(before, output(one, module, inputs))
         except Exception:
             return True
 
@@ -259,9 +268,7 @@ def seen_tokens(
             changed = list(inputs)
             changed[place] = inputs[place].clone()
             changed[place][0, s] = drawn("another token", inputs[place].shape[-1])
-            moves = (
-                output(one, m, inputs)["y"] - output(one, m, changed)["y"] for m in (module, ours)
-            )
+            moves = (output(one, m, inputs) - output(one, m, changed) for m in (module, ours))
             theirs, wanted = (move.abs().amax(dim=-1) > 1e-7 for move in moves)
             said = f"token {s} of {words}"
             if theirs[1].any():

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from judge.assignment import Assignment
-from judge.behaviour import (
-    class_behaviour,
-    gradients_alone,
-    kept_state,
-    relation,
-    wrong_pairs,
-)
+from judge.behaviour import class_behaviour, kept_state, seen_in_results
 from judge.cases import Outcomes
 from judge.classes import ClassExercise
 from judge.compare import CLOSE, equal_outputs
@@ -201,8 +195,7 @@ class Reading:
         pairs = pairs_with(self.name, first | dict.fromkeys(mistakes_of(self.name)))
         if not self._name(itertools.islice(pairs, PAIRS)):
             failing = [i for i, _ in wrong]
-            pairs = wrong_pairs(self.answer, self.outcomes, failing)
-            said = gradients_alone(self.answer, self.outcomes, failing) or relation(pairs)
+            said = seen_in_results(self.answer, self.outcomes, failing)
             said = said or class_behaviour(self.exercise, self._new_module, self._answer_module)
             self.named = one_of_several(explained) or seen(said)
 

@@ -163,8 +163,9 @@ def explained_results(answer: dict, mistake: dict, theirs: dict, how: Expectatio
 
 
 def is_telling(value: object) -> bool:
-    """Whether an equal result is hardly chance: real numbers, several of them."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
+    """Whether an equal result is hardly chance: real numbers, not all the same as zeros are."""
+    several = isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
+    return several and bool((value != value.flatten()[0]).any())
 
 
 def telling_results(values: list[object]) -> int:

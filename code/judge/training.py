@@ -12,7 +12,7 @@ from judge.cases import Case, Trouble, as_tensor, drawn, function_case, gradient
 from judge.compare import Expectation
 from judge.gradients import named_results, number
 
-SHAPES = ((3, 4), (5,), (), (2, 6))
+SHAPES = ((3, 4), (5,), (), (2, 6), (3, 4))  # two alike, which a table by shape would mix
 
 
 def parameters_of(values: dict[str, Tensor | None]) -> dict[str, nn.Parameter]:
@@ -25,8 +25,8 @@ def parameters_of(values: dict[str, Tensor | None]) -> dict[str, nn.Parameter]:
 
 
 def gradients_at(step: int, size: float, without: str = "") -> dict[str, Tensor | None]:
-    """Gradients of four parameters; those named have none."""
-    names = "w", "b", "s", "v"
+    """Gradients of five parameters; those named have none."""
+    names = "w", "b", "s", "v", "u"
     return {
         n: None if n in without else size * drawn(f"gradient {step} of {n}", *shape)
         for n, shape in zip(names, SHAPES)
@@ -35,15 +35,16 @@ def gradients_at(step: int, size: float, without: str = "") -> dict[str, Tensor 
 
 def optimizer_case(
     more: str, *options: object, steps: int = 3, size: float = 1.0, rates: tuple[float, ...] = (),
-    without: str = "", once: bool = False,
+    without: str = "", once: bool = False, flat: int | None = None,
 ) -> Case:  # fmt: skip
-    """Some steps with drawn gradients; the values of the parameters after the last."""
+    """Some steps with drawn gradients, zeros at step flat; the parameters after the last."""
 
     def run(cls: Callable) -> dict[str, object]:
         given = parameters_of(gradients_at(0, size, without))
         optimizer = cls(iter(given.values()) if once else list(given.values()), *options)
         for step in range(steps):
-            for name, grad in gradients_at(step, size, without).items():
+            slope = 0.0 if step == flat else size
+            for name, grad in gradients_at(step, slope, without).items():
                 given[name].grad = None if grad is None else grad.clone()
             if rates:
                 optimizer.lr = rates[step]
@@ -72,6 +73,7 @@ def optimizer_cases() -> list[Case]:
         case(", its lr set before each step", 0.1, other, 1e-8, 0.5, rates=(0.3, 0.05, 0.2)),
         case(", b and s without gradients", 0.1, other, 1e-8, 0.5, without="bs"),
         case(", the parameters from an iterator", 0.1, betas, 1e-8, 0.5, once=True),
+        case(", the second gradients being 0", 0.1, betas, 1e-8, 0.5, flat=1),
     ]
 
 
@@ -100,7 +102,7 @@ def clip_cases() -> list[Case]:
         case(0.5, ", two parameters", only="wb"),
         case(0.5), case(3.0), case(100.0), case(2.5, said, without="b"),
         case(50.0, said, without="w"), case(1.5, ", from an iterator", once=True),
-        case(1.0, ", none with a gradient", without="wbsv"),
+        case(1.0, ", none with a gradient", without="wbsvu"),
     ]  # fmt: skip
 
 
@@ -193,6 +195,7 @@ def accumulate_cases() -> list[Case]:
         case(" of two batches of one shape", batch_of("a", "xxx"), batch_of("b", "xxx")),
         case(" of two batches", first, second),
         case(" of three batches", second, third, first),
+        case(" of three batches, one of a row", second, batch_of("row", "xx.xx"), first),
         case(" of one batch, with gradients from before", first, before=True),
         case(" of three batches, with gradients from before", third, second, first, before=True),
         case(" of two batches, the last without a pair", third, nothing),
@@ -307,7 +310,8 @@ def quantize_cases() -> list[Case]:
     zeros[[1, 3]] = 0
     return [
         case(w[:1]), case(w), case(-w.abs(), " below 0"), case(spread * w, " of rows of all sizes"),
-        case(zeros, " with rows of zeros"), case(drawn("w", 4, 9).float(), " in float32"),
+        case(1e-9 * w, " of tiny weights"), case(zeros, " with rows of zeros"),
+        case(drawn("w", 4, 9).float(), " in float32"),
     ]  # fmt: skip
 
 
